@@ -1,0 +1,19 @@
+"""Draw LLM tokens straight from hidden states: exact, seeded, filtered, with log-probabilities and without logits."""
+
+from ._version import __version__
+from .api import filter_logits, sample, sample_logits, select
+from .head import LMHead
+from .params import SamplingParams
+from .types import Candidates, Samples
+
+__all__ = [
+    "Candidates",
+    "LMHead",
+    "Samples",
+    "SamplingParams",
+    "__version__",
+    "filter_logits",
+    "sample",
+    "sample_logits",
+    "select",
+]

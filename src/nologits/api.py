@@ -1,0 +1,248 @@
+"""The public functions: check, normalise, choose an implementation, run it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import filtered, ops
+from .dispatch import choose
+from .head import HeadSpec, LMHead, check_hidden, check_matrix, make_spec
+from .params import LogitBias, SamplingParams, check_device, check_num_samples, make_rows
+from .selection import MAX_VOCAB
+from .sources import LogitsSource, Source
+from .types import Candidates, Impl, LogprobsMode, Samples
+
+
+def sample(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    seed: int | Tensor | None = None,
+    position: int | Tensor | None = None,
+    logit_bias: LogitBias | None = None,
+    allowed_tokens: Tensor | None = None,
+    num_samples: int = 1,
+    logprobs: LogprobsMode = False,
+    impl: Impl = "auto",
+    check: bool = False,
+) -> Samples:
+    """Draws tokens from softmax of an LM head's logits without making the logits (FlashSampling, Algorithm 1).
+
+    Equal to softmax(logits / T) restricted by min-p, then top-k, then top-p, and a draw from it. Nothing synchronises with
+    the host, inputs are not written to, and gradients are not tracked.
+
+    Args:
+        hidden: ``[B, D]``, the dtype and device of ``weight``.
+        weight, bias, scale, softcap, vocab_size: the head, as in :class:`nologits.LMHead`.
+        temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens: as in
+            :class:`nologits.SamplingParams`; scalars or ``[B]`` tensors.
+        num_samples: independent draws a row; other than 1 gives results ``[B, S]``.
+        logprobs: ``False``, ``"processed"`` (``logprobs`` and ``log_mass``), ``"raw"`` (``raw_logprobs``) or ``True`` (all).
+        impl: ``"auto"``, or a name, which runs or raises.
+        check: raise if a row is invalid instead of returning token -1; synchronises with the host.
+
+    Returns:
+        :class:`nologits.Samples`.
+
+    Raises:
+        ValueError: naming the argument, what it must be and what it was.
+    """
+    head = make_spec(weight, bias, scale, softcap, vocab_size)
+    params = SamplingParams(temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens)
+    return sample_head(hidden, head, params, num_samples=num_samples, logprobs=logprobs, impl=impl, check=check)
+
+
+def sample_head(
+    hidden: Tensor,
+    head: HeadSpec,
+    params: SamplingParams,
+    *,
+    num_samples: int,
+    logprobs: LogprobsMode,
+    impl: Impl,
+    check: bool,
+) -> Samples:
+    """The draw behind :func:`sample` and :meth:`nologits.LMHead.sample`."""
+    check_hidden(hidden, head)
+    check_num_samples(num_samples)
+    processed, raw = _logprobs(logprobs)
+    _check_params(params)
+    rows = make_rows(params, hidden.shape[0], head.vocab_size, hidden.device)
+    name = choose(impl, hidden.device).impl
+    if hidden.shape[0] == 0 or num_samples == 0:
+        return _finish(_empty(hidden, num_samples, processed, raw), num_samples, check)
+    drawn = ops.run_hidden(hidden.detach(), head, rows, num_samples, processed, raw, name)
+    return _finish(drawn, num_samples, check)
+
+
+def sample_logits(
+    logits: Tensor,
+    params: SamplingParams | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    seed: int | Tensor | None = None,
+    position: int | Tensor | None = None,
+    logit_bias: LogitBias | None = None,
+    allowed_tokens: Tensor | None = None,
+    num_samples: int = 1,
+    logprobs: LogprobsMode = False,
+    impl: Impl = "auto",
+    check: bool = False,
+) -> Samples:
+    """Draws tokens from logits that exist already, with the semantics and the noise of :func:`sample`.
+
+    Args:
+        logits: ``[B, V]`` fp32, fp16 or bf16, any strides; read as they are, not written to.
+        params: all parameters in one record, instead of the keywords.
+        temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens, num_samples, logprobs, impl, check: as
+            for :func:`sample`.
+
+    Returns:
+        :class:`nologits.Samples`.
+
+    Raises:
+        ValueError: naming the argument, what it must be and what it was.
+    """
+    _check_logits(logits)
+    check_num_samples(num_samples)
+    processed, raw = _logprobs(logprobs)
+    if params is None:
+        params = SamplingParams(temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens)
+    _check_params(params)
+    rows = make_rows(params, *logits.shape, logits.device)
+    name = choose(impl, logits.device).impl
+    if logits.shape[0] == 0 or num_samples == 0:
+        return _finish(_empty(logits, num_samples, processed, raw), num_samples, check)
+    drawn = ops.run_logits(logits.detach(), rows, num_samples, processed, raw, name)
+    return _finish(drawn, num_samples, check)
+
+
+def filter_logits(
+    logits: Tensor,
+    *,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The logits that the filters keep, -inf elsewhere; exact sets, ties to the smaller id (contract, rules 2 and 3).
+
+    Args:
+        logits: ``[B, V]`` fp32, fp16 or bf16, any strides.
+        top_k, top_p, min_p: as for :func:`sample`.
+        temperature: the temperature that top-p and min-p see; the kept logits are returned as they were.
+        out: where to write, shaped and typed like ``logits``; ``logits`` itself filters in place. Default: a new tensor.
+
+    Returns:
+        ``out``. A row with a NaN, without a logit above -inf, or with an impossible parameter comes out all -inf.
+
+    Raises:
+        ValueError: naming the argument, what it must be and what it was.
+    """
+    _check_logits(logits)
+    rows = make_rows(SamplingParams(temperature, top_k, top_p, min_p), *logits.shape, logits.device)
+    if out is None:
+        out = torch.empty_like(logits)
+    elif out.shape != logits.shape or out.dtype != logits.dtype:
+        raise ValueError(f"out must be {logits.dtype} {list(logits.shape)}, got {out.dtype} {list(out.shape)}")
+    check_device("out", out, logits.device)
+    filtered.filter_logits(logits.detach(), LogitsSource(logits.detach()), rows, out)
+    return out
+
+
+def select(
+    logits: Tensor | tuple[Tensor, LMHead],
+    *,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_bias: LogitBias | None = None,
+    allowed_tokens: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Candidates:
+    """The kept set of each row, sorted by (logit descending, id ascending).
+
+    Args:
+        logits: ``[B, V]``, or ``(hidden, head)`` for the logits of a head.
+        top_k, top_p, min_p, temperature, logit_bias, allowed_tokens, impl: as for :func:`sample`.
+
+    Returns:
+        :class:`nologits.Candidates` with ``K`` columns: ``min(top_k, V)`` for a scalar top-k, else ``V`` (the host does not
+        read how many are kept).
+
+    Raises:
+        ValueError: naming the argument, what it must be and what it was.
+    """
+    params = SamplingParams(temperature, top_k, top_p, min_p, None, None, logit_bias, allowed_tokens)
+    if isinstance(logits, tuple):
+        hidden, head = logits
+        if not isinstance(head, LMHead):
+            raise ValueError(f"head must be a nologits.LMHead, got {type(head).__name__}")
+        check_hidden(hidden, head.spec)
+        name = choose(impl, hidden.device).impl
+        source: Source = ops.row_source(ops.make_source(hidden.detach(), head.spec, name), name)
+    else:
+        _check_logits(logits)
+        choose(impl, logits.device)
+        source = LogitsSource(logits.detach())
+    rows = make_rows(params, source.batch, source.vocab, source.device)
+    width = min(rows.top_k, source.vocab) if isinstance(rows.top_k, int) and rows.top_k > 0 else source.vocab
+    return filtered.select(source, rows, width)
+
+
+def _check_params(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be a nologits.SamplingParams, got {type(params).__name__}")
+
+
+def _check_logits(logits: object) -> None:
+    check_matrix("logits", logits, "[B, V]")
+    assert isinstance(logits, Tensor)
+    if logits.shape[1] > MAX_VOCAB:
+        raise ValueError(f"logits must have at most {MAX_VOCAB} columns, got {logits.shape[1]}")
+
+
+def _logprobs(mode: object) -> tuple[bool, bool]:
+    """Which log-probabilities a mode asks for: (processed, raw)."""
+    wanted = {False: (False, False), True: (True, True), "processed": (True, False), "raw": (False, True)}
+    if not isinstance(mode, (bool, str)) or mode not in wanted:
+        raise ValueError(f'logprobs must be False, "processed", "raw" or True, got {mode!r}')
+    return wanted[mode]
+
+
+def _empty(like: Tensor, num_samples: int, processed: bool, raw: bool) -> Samples:
+    shape = (like.shape[0], num_samples)
+    return Samples(
+        torch.empty(shape, dtype=torch.int64, device=like.device),
+        torch.empty(shape, device=like.device) if processed else None,
+        torch.empty(shape, device=like.device) if raw else None,
+        torch.empty(shape[:1], device=like.device) if processed else None,
+    )
+
+
+def _finish(samples: Samples, num_samples: int, check: bool) -> Samples:
+    if check:
+        rows = (samples.tokens < 0).any(-1).nonzero().flatten().tolist()
+        if rows:
+            raise ValueError(
+                "hidden and params must give every row a finite logit and possible parameters, "
+                f"got {len(rows)} invalid rows, the first {rows[0]}"
+            )
+    if num_samples != 1:
+        return samples
+    squeeze = [None if part is None or part.dim() == 1 else part.squeeze(1) for part in samples]
+    return Samples(squeeze[0], squeeze[1], squeeze[2], samples.log_mass)  # type: ignore[arg-type]

@@ -1,0 +1,134 @@
+"""The model's side of a draw: the LM head's weight and what the model does to its logits."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .params import SamplingParams, check_device
+from .types import Candidates, LogprobsMode, Samples
+
+if TYPE_CHECKING:
+    from .types import Impl
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class HeadSpec(NamedTuple):
+    """A checked head: ``softcap(scale * (hidden . weight^T + bias))`` over the first ``vocab_size`` rows of ``weight``."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+    vocab_size: int
+
+
+class LMHead:
+    """An LM head, built once a model and sampled from every step.
+
+    Nothing is copied or cached: an in-place update of ``weight`` or ``bias`` takes effect at the next draw, also inside a
+    captured CUDA graph.
+
+    Args:
+        weight: ``[V', D]``, fp32, fp16 or bf16, any strides; rows at or beyond ``vocab_size`` are padding.
+        bias: ``[V]`` or ``[V']``, added to the logits.
+        scale: factor on the logits after the bias (Granite: ``1 / logits_scaling``; Cohere: ``logit_scale``).
+        softcap: ``c`` of ``c * tanh(x / c)``, after the scale (Gemma 2); ``None``: no cap.
+        vocab_size: ``V``, the number of real tokens; default all rows of ``weight``.
+
+    Raises:
+        ValueError: naming the argument, what it must be and what it was.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.spec = make_spec(weight, bias, scale, softcap, vocab_size)
+
+    def sample(
+        self,
+        hidden: Tensor,
+        params: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        logprobs: LogprobsMode = False,
+        impl: Impl = "auto",
+        check: bool = False,
+    ) -> Samples:
+        """Draws tokens from the hidden states ``[B, D]``; see :func:`nologits.sample`."""
+        from . import api
+
+        return api.sample_head(
+            hidden, self.spec, params or SamplingParams(), num_samples=num_samples, logprobs=logprobs, impl=impl, check=check
+        )
+
+    def select(self, hidden: Tensor, **parameters: Any) -> Candidates:
+        """The kept set of each row; see :func:`nologits.select`."""
+        from . import api
+
+        return api.select((hidden, self), **parameters)
+
+    def __repr__(self) -> str:
+        w = self.spec
+        extra = "".join(
+            f", {name}={value}"
+            for name, value, neutral in (("scale", w.scale, 1.0), ("softcap", w.softcap, None))
+            if value != neutral
+        )
+        bias = ", bias" if w.bias is not None else ""
+        return f"LMHead(V={w.vocab_size}, D={w.weight.shape[1]}, {w.weight.dtype}, {w.weight.device}{bias}{extra})"
+
+
+def make_spec(
+    weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, vocab_size: int | None
+) -> HeadSpec:
+    """Checks the parts of a head; errors as :class:`LMHead`."""
+    check_matrix("weight", weight, "[V, D]")
+    rows = weight.shape[0]
+    vocab = rows if vocab_size is None else vocab_size
+    if isinstance(vocab, bool) or not isinstance(vocab, int) or not 1 <= vocab <= rows:
+        raise ValueError(f"vocab_size must be an integer in [1, {rows}] (the rows of weight), got {vocab!r}")
+    if bias is not None:
+        if not isinstance(bias, Tensor) or bias.dim() != 1 or bias.shape[0] not in (vocab, rows):
+            got = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+            raise ValueError(f"bias must have shape [{vocab}], got {got}")
+        if bias.dtype not in DTYPES:
+            raise ValueError(f"bias must be float32, float16 or bfloat16, got {bias.dtype}")
+        check_device("bias", bias, weight.device)
+        bias = bias.detach()
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    if softcap is not None and (not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf):
+        raise ValueError(f"softcap must be None or a finite number > 0, got {softcap!r}")
+    return HeadSpec(weight.detach(), bias, float(scale), None if softcap is None else float(softcap), vocab)
+
+
+def check_matrix(name: str, value: object, shape: str) -> None:
+    """``value`` is a 2-D tensor of a supported dtype, with columns."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.dtype not in DTYPES:
+        hint = "" if value.dtype.is_floating_point else " (dequantise it first)"
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, got {value.dtype}{hint}")
+    if value.dim() != 2 or value.shape[1] < 1:
+        raise ValueError(f"{name} must have shape {shape}, got {list(value.shape)}")
+
+
+def check_hidden(hidden: Tensor, head: HeadSpec) -> None:
+    """``hidden`` fits the head; errors name the argument."""
+    check_matrix("hidden", hidden, "[B, D]")
+    depth = head.weight.shape[1]
+    if hidden.shape[1] != depth:
+        raise ValueError(f"hidden must have shape [B, {depth}] (the D of weight), got {list(hidden.shape)}")
+    if hidden.dtype != head.weight.dtype:
+        raise ValueError(f"hidden must have the dtype of weight, {head.weight.dtype}, got {hidden.dtype}")
+    check_device("hidden", hidden, head.weight.device)

@@ -1,0 +1,51 @@
+"""Launch configurations: a pure function of architecture, dtype, V, D and the batch bin. Nothing tunes itself.
+
+The numbers come from runs in ``docs/performance-log.md``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Shape of one program's tile (ids x rows x depth a step), its warps, and the software pipeline's depth."""
+
+    BLOCK_V: int
+    BLOCK_B: int
+    BLOCK_D: int
+    num_warps: int
+    num_stages: int
+
+
+def interpreting() -> bool:
+    """Triton runs its kernels in Python, on the CPU (``TRITON_INTERPRET=1`` when the kernels were decorated)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@lru_cache(maxsize=8)
+def architecture(device: torch.device) -> str:
+    """``"sm90"``, ``"sm80"``, ``"hip"``, ``"interpreter"``, ...: what configurations are keyed by."""
+    if device.type != "cuda":
+        return "interpreter" if interpreting() else device.type
+    if torch.version.hip:
+        return "hip"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
+
+
+def tile_config(arch: str, dtype: torch.dtype, vocab: int, depth: int, batch: int) -> TileConfig:
+    """The tile of the fused kernel for ``batch`` rows."""
+    if arch == "interpreter":
+        # The interpreter's cost is a call's, not an element's: few, large operations.
+        return TileConfig(128, 16 if batch <= 16 else 64, 64, 4, 1)
+    if dtype == torch.float32:
+        return TileConfig(128, 16 if batch <= 16 else 32, 32, 4, 3)
+    block_b = 16 if batch <= 16 else 32 if batch <= 32 else 64
+    stages = 4 if arch == "sm90" else 3
+    return TileConfig(128, block_b, 64, 4, stages)

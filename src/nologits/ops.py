@@ -1,0 +1,140 @@
+"""The draw as ``torch.library`` operators, so that compiled graphs carry it whole.
+
+``nologits::sample_hidden`` and ``nologits::sample_logits`` take the records of the eager path flattened to tensors and numbers,
+and return ``(tokens, logprobs, raw_logprobs, log_mass)`` with an empty tensor in place of what was not asked for. Eager calls
+skip the operators (their dispatch costs more than a launch); ``torch.compile`` traces through them and their fakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .head import HeadSpec
+from .params import RowParams
+from .sources import HiddenSource, LogitsSource, Source
+from .types import Samples
+
+_ROWS = (
+    "Tensor? temperature, float temperature_value, Tensor? top_k, int top_k_value, Tensor? top_p, float top_p_value, "
+    "Tensor? min_p, float min_p_value, Tensor? seed, Tensor? position, Tensor? entropy, Tensor? logit_bias, "
+    "Tensor? bias_ids, Tensor? bias_values, Tensor? allowed, int num_samples, bool processed, bool raw, str impl"
+)
+_RESULTS = "(Tensor tokens, Tensor logprobs, Tensor raw_logprobs, Tensor log_mass)"
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, float scale, float? softcap, int vocab_size"
+
+_library = torch.library.Library("nologits", "DEF")
+_library.define(f"sample_hidden({_HEAD}, {_ROWS}) -> {_RESULTS}", tags=torch.Tag.nondeterministic_seeded)
+_library.define(f"sample_logits(Tensor logits, {_ROWS}) -> {_RESULTS}", tags=torch.Tag.nondeterministic_seeded)
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def implementation(impl: str) -> Callable[..., Samples]:
+    """The function behind a resolved implementation's name; Triton is imported here and nowhere else."""
+    if impl == "triton":
+        from . import fused
+
+        return fused.sample
+    from . import reference, streaming
+
+    return {"reference": reference.sample, "torch": streaming.sample}[impl]
+
+
+def make_source(hidden: Tensor, head: HeadSpec, impl: str) -> HiddenSource:
+    return HiddenSource(hidden, head, torch.float64 if impl == "reference" else torch.float32)
+
+
+def row_source(source: HiddenSource, impl: str) -> Source:
+    """Where whole rows of a head's logits come from under ``impl``."""
+    if impl == "triton":
+        from .fused import KernelSource
+
+        return KernelSource(source)
+    return source
+
+
+def run_hidden(hidden: Tensor, head: HeadSpec, rows: RowParams, num_samples: int, processed: bool, raw: bool, impl: str) -> Samples:
+    """A draw from hidden states, by the operator where a graph is being traced."""
+    if torch.compiler.is_compiling():
+        return _as_samples(
+            torch.ops.nologits.sample_hidden(hidden, *head, *_flatten(rows), num_samples, processed, raw, impl), processed, raw
+        )
+    return implementation(impl)(make_source(hidden, head, impl), rows, num_samples, processed, raw)
+
+
+def run_logits(logits: Tensor, rows: RowParams, num_samples: int, processed: bool, raw: bool, impl: str) -> Samples:
+    """A draw from given logits, by the operator where a graph is being traced."""
+    if torch.compiler.is_compiling():
+        return _as_samples(
+            torch.ops.nologits.sample_logits(logits, *_flatten(rows), num_samples, processed, raw, impl), processed, raw
+        )
+    return implementation(impl)(LogitsSource(logits), rows, num_samples, processed, raw)
+
+
+def _sample_hidden(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, vocab_size: int, *rest: object
+) -> Results:
+    *flat, num_samples, processed, raw, impl = rest
+    head = HeadSpec(weight, bias, scale, softcap, vocab_size)
+    return _as_results(run_hidden(hidden, head, _unflatten(flat), num_samples, processed, raw, impl))  # type: ignore[arg-type]
+
+
+def _sample_logits(logits: Tensor, *rest: object) -> Results:
+    *flat, num_samples, processed, raw, impl = rest
+    return _as_results(run_logits(logits, _unflatten(flat), num_samples, processed, raw, impl))  # type: ignore[arg-type]
+
+
+def _fake_hidden(hidden: Tensor, *rest: object) -> Results:
+    return _fake(hidden, *rest[-4:-1])  # type: ignore[arg-type]
+
+
+def _fake_logits(logits: Tensor, *rest: object) -> Results:
+    return _fake(logits, *rest[-4:-1])  # type: ignore[arg-type]
+
+
+def _fake(rows: Tensor, num_samples: int, processed: bool, raw: bool) -> Results:
+    batch = rows.shape[0]
+    return (
+        rows.new_empty((batch, num_samples), dtype=torch.int64),
+        rows.new_empty((batch, num_samples) if processed else (0,), dtype=torch.float32),
+        rows.new_empty((batch, num_samples) if raw else (0,), dtype=torch.float32),
+        rows.new_empty((batch,) if processed else (0,), dtype=torch.float32),
+    )
+
+
+for _name, _function, _shape in (
+    ("sample_hidden", _sample_hidden, _fake_hidden),
+    ("sample_logits", _sample_logits, _fake_logits),
+):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nologits::{_name}", _shape, lib=_library)
+
+
+def _flatten(rows: RowParams) -> list[object]:
+    """Rows as the operators take them: a number that may be a tensor becomes (tensor or None, number)."""
+    flat: list[object] = []
+    for name, value in rows._asdict().items():
+        if name in ("temperature", "top_k", "top_p", "min_p"):
+            flat += [value, 0 if name == "top_k" else 0.0] if isinstance(value, Tensor) else [None, value]
+        else:
+            flat.append(value)
+    return flat
+
+
+def _unflatten(flat: list[object]) -> RowParams:
+    pairs = [tensor if tensor is not None else number for tensor, number in zip(flat[0:8:2], flat[1:8:2], strict=True)]
+    return RowParams(*pairs, *flat[8:])  # type: ignore[arg-type]
+
+
+def _as_results(samples: Samples) -> Results:
+    none = samples.tokens.new_empty(0, dtype=torch.float32)
+    parts = (none if part is None else part for part in samples[1:])
+    return (samples.tokens, *parts)  # type: ignore[return-value]
+
+
+def _as_samples(results: Results, processed: bool, raw: bool) -> Samples:
+    tokens, logprobs, raw_logprobs, log_mass = results
+    return Samples(tokens, logprobs if processed else None, raw_logprobs if raw else None, log_mass if processed else None)

@@ -1,0 +1,49 @@
+"""What the public functions return, and the words that choose what they do."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+Impl = Literal["auto", "reference", "torch", "triton"]
+LogprobsMode = Literal[False, "processed", "raw", True]
+
+IMPLS: tuple[str, ...] = ("auto", "reference", "torch", "triton")
+
+
+class Samples(NamedTuple):
+    """Drawn tokens, one row of the batch per row (``S`` draws per row when ``num_samples != 1``).
+
+    Attributes:
+        tokens: int64 ``[B]`` or ``[B, S]``; ``-1`` where the row is invalid (a NaN logit, no logit above -inf, or an
+            impossible parameter).
+        logprobs: fp32, shaped like ``tokens``: natural log-probability of the drawn token under the distribution that
+            was sampled, after temperature and every filter. ``0`` for a greedy row, NaN for an invalid one.
+            ``None`` unless ``logprobs`` is ``"processed"`` or ``True``.
+        raw_logprobs: fp32, shaped like ``tokens``: log-probability of the drawn token under softmax of the head's own
+            logits (temperature 1, no logit bias, mask or filter). ``None`` unless ``logprobs`` is ``"raw"`` or ``True``.
+        log_mass: fp32 ``[B]``: logsumexp of the tempered logits before any filter, the group log-mass of FlashSampling
+            (section on grouped sampling). For a greedy row its limit, the largest logit. Comes with ``logprobs``.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+    raw_logprobs: Tensor | None = None
+    log_mass: Tensor | None = None
+
+
+class Candidates(NamedTuple):
+    """The kept set of every row, in the order of the contract: logit descending, id ascending.
+
+    Attributes:
+        ids: int64 ``[B, K]``; ``-1`` beyond a row's count.
+        logits: fp32 ``[B, K]``, the transformed logits before the temperature; ``-inf`` beyond a row's count.
+        logprobs: fp32 ``[B, K]`` under the tempered distribution renormalised over the kept set; ``-inf`` beyond.
+        counts: int64 ``[B]``: how many tokens the row keeps; ``0`` where the row is invalid.
+    """
+
+    ids: Tensor
+    logits: Tensor
+    logprobs: Tensor
+    counts: Tensor
