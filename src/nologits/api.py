@@ -121,7 +121,7 @@ def sample_logits(
     if params is None:
         params = SamplingParams(temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens)
     _check_params(params)
-    rows = make_rows(params, *logits.shape, logits.device)
+    rows = make_rows(params, logits.shape[0], logits.shape[1], logits.device)
     name = choose(impl, logits.device).impl
     if logits.shape[0] == 0 or num_samples == 0:
         return _finish(_empty(logits, num_samples, processed, raw), num_samples, check)
@@ -153,7 +153,7 @@ def filter_logits(
         ValueError: naming the argument, what it must be and what it was.
     """
     _check_logits(logits)
-    rows = make_rows(SamplingParams(temperature, top_k, top_p, min_p), *logits.shape, logits.device)
+    rows = make_rows(SamplingParams(temperature, top_k, top_p, min_p), logits.shape[0], logits.shape[1], logits.device)
     if out is None:
         out = torch.empty_like(logits)
     elif out.shape != logits.shape or out.dtype != logits.dtype:

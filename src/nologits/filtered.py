@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .distribution import invalid_rows, log_softmax_at, log_total
 from .params import RowParams
-from .selection import column, count_sorted, keep_mask, needs_mass
+from .selection import count_sorted, keep_mask, needs_mass
 from .sources import Source, transform
 from .types import Candidates, Samples
 

@@ -13,19 +13,21 @@ from .kernels.config import TileConfig, architecture, tile_config
 from .kernels.logits import launch_logits
 from .kernels.merge import launch_merge
 from .params import RowParams
-from .sources import HiddenSource, LogitsSource, Source
+from .sources import HiddenSource, LogitsSource
 from .types import Samples
 
 
-def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
+def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
     """Draws ``[B, S]`` tokens; arguments and results as :func:`nologits.reference.sample`."""
     if rows.filtered:
-        return filtered.sample(KernelSource(source) if isinstance(source, HiddenSource) else source, rows, num_samples, processed, raw, _draw_kept)
+        return filtered.sample(
+            KernelSource(source) if isinstance(source, HiddenSource) else source, rows, num_samples, processed, raw, _draw_kept
+        )
     tiles = launch_tiles(source, rows, num_samples, processed, raw, config_for(source))
     return launch_merge(tiles, rows)
 
 
-def config_for(source: Source) -> TileConfig:
+def config_for(source: HiddenSource | LogitsSource) -> TileConfig:
     """The tile used for ``source``, a pure function of what it is and where it lies."""
     dtype, depth = (source.hidden.dtype, source.hidden.shape[1]) if isinstance(source, HiddenSource) else (torch.float32, 0)
     return tile_config(architecture(source.device), dtype, source.vocab, depth, source.batch)

@@ -88,9 +88,7 @@ class LMHead:
         return f"LMHead(V={w.vocab_size}, D={w.weight.shape[1]}, {w.weight.dtype}, {w.weight.device}{bias}{extra})"
 
 
-def make_spec(
-    weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, vocab_size: int | None
-) -> HeadSpec:
+def make_spec(weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, vocab_size: int | None) -> HeadSpec:
     """Checks the parts of a head; errors as :class:`LMHead`."""
     check_matrix("weight", weight, "[V, D]")
     rows = weight.shape[0]

@@ -90,9 +90,7 @@ def gumbel_from_bits(words: Tensor) -> Tensor:
     return -torch.log(exponential)
 
 
-def token_words(
-    seed: Tensor, position: Tensor, start: int, stop: int, sample: int = 0, stream: int = STREAM_TOKENS
-) -> Tensor:
+def token_words(seed: Tensor, position: Tensor, start: int, stop: int, sample: int = 0, stream: int = STREAM_TOKENS) -> Tensor:
     """The random words of the token ids ``start .. stop - 1``.
 
     Args:

@@ -56,7 +56,9 @@ def row_source(source: HiddenSource, impl: str) -> Source:
     return source
 
 
-def run_hidden(hidden: Tensor, head: HeadSpec, rows: RowParams, num_samples: int, processed: bool, raw: bool, impl: str) -> Samples:
+def run_hidden(
+    hidden: Tensor, head: HeadSpec, rows: RowParams, num_samples: int, processed: bool, raw: bool, impl: str
+) -> Samples:
     """A draw from hidden states, by the operator where a graph is being traced."""
     if torch.compiler.is_compiling():
         return _as_samples(

@@ -98,17 +98,13 @@ class RowParams(NamedTuple):
     def block(self, start: int, stop: int) -> RowParams:
         """The parameters of rows ``start .. stop - 1``; unseeded rows must already have keys (:func:`with_keys`)."""
         parts = {
-            name: value[start:stop]
-            for name, value in self._asdict().items()
-            if isinstance(value, Tensor) and name != "entropy"
+            name: value[start:stop] for name, value in self._asdict().items() if isinstance(value, Tensor) and name != "entropy"
         }
         return self._replace(**parts)
 
     def bare(self) -> RowParams:
         """The same noise and temperature, without filters, bias or mask: for logits that have had theirs."""
-        return self._replace(
-            top_k=0, top_p=1.0, min_p=0.0, logit_bias=None, bias_ids=None, bias_values=None, allowed=None
-        )
+        return self._replace(top_k=0, top_p=1.0, min_p=0.0, logit_bias=None, bias_ids=None, bias_values=None, allowed=None)
 
     def keys(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The noise key and position of each row, int64 ``[B]``: unseeded rows take the entropy and their slot."""
@@ -151,18 +147,14 @@ def make_rows(params: SamplingParams, batch: int, vocab: int, device: torch.devi
     min_p = _row_tensor("min_p", params.min_p, batch, device, _FLOAT_DTYPES, torch.float64)
     seed = _row_tensor("seed", params.seed, batch, device, _INTEGER_DTYPES, torch.int64)
     position = _row_tensor("position", params.position, batch, device, _INTEGER_DTYPES, torch.int64)
-    if isinstance(seed, int):
-        seed = torch.full((1,), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device).expand(batch)
-    if isinstance(position, int):
-        position = torch.full((1,), position, dtype=torch.int64, device=device).expand(batch)
     dense, ids, values = _logit_bias(params.logit_bias, batch, vocab, device)
     rows = RowParams(
         temperature=1.0 if temperature is None else temperature,
-        top_k=0 if top_k is None or (isinstance(top_k, int) and not 0 < top_k < vocab) else top_k,
+        top_k=top_k if isinstance(top_k, Tensor) or (top_k is not None and 0 < top_k < vocab) else 0,  # type: ignore[arg-type]
         top_p=1.0 if top_p is None else top_p,
         min_p=0.0 if min_p is None else min_p,
-        seed=seed,
-        position=position,
+        seed=_filled(seed, batch, device),
+        position=_filled(position, batch, device),
         entropy=None,
         logit_bias=dense,
         bias_ids=ids,
@@ -213,6 +205,14 @@ def _row_tensor(
         raise ValueError(f"{name} must have a dtype of {_names(dtypes)}, got {value.dtype}")
     check_device(name, value, device)
     return value.to(dtype)
+
+
+def _filled(value: float | Tensor | None, batch: int, device: torch.device) -> Tensor | None:
+    """An int64 row tensor for a scalar of 64 bits (read as two's complement)."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    word = int(value)
+    return torch.full((1,), word - 2**64 if word >= 2**63 else word, dtype=torch.int64, device=device).expand(batch)
 
 
 def _logit_bias(

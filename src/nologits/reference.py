@@ -17,6 +17,7 @@ from .selection import column, count_sorted
 from .sources import Source, transform
 from .types import Samples
 
+
 def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
     """Draws ``[B, S]`` tokens; ``processed`` and ``raw`` ask for the log-probabilities (and log-mass) of that kind."""
     head_logits = source.chunk(0, source.vocab)

@@ -15,7 +15,6 @@ from torch import Tensor
 from .head import HeadSpec
 from .params import RowParams
 
-
 _MM_HAS_OUT_DTYPE = "dtype" in torch.ops.aten.mm.overloads()
 
 

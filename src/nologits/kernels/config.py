@@ -46,6 +46,9 @@ def tile_config(arch: str, dtype: torch.dtype, vocab: int, depth: int, batch: in
         return TileConfig(128, 16 if batch <= 16 else 64, 64, 4, 1)
     if dtype == torch.float32:
         return TileConfig(128, 16 if batch <= 16 else 32, 32, 4, 3)
-    block_b = 16 if batch <= 16 else 32 if batch <= 32 else 64
-    stages = 4 if arch == "sm90" else 3
-    return TileConfig(128, block_b, 64, 4, stages)
+    if batch <= 16:
+        return TileConfig(128, 16, 128, 4, 4) if arch == "sm90" else TileConfig(128, 16, 64, 4, 4)
+    if batch <= 64:
+        block_b = 32 if batch <= 32 else 64
+        return TileConfig(256, block_b, 64, 8, 4) if arch == "sm90" else TileConfig(128, block_b, 64, 4, 3)
+    return TileConfig(128, 128, 64, 8, 4) if arch == "sm90" else TileConfig(128, 64, 64, 4, 3)

@@ -92,7 +92,8 @@ def head_transform(x, ids, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS: t
 @triton.jit
 def request_transform(x, ids, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv, bias_ids_ptr, bias_values_ptr,
                       stride_bib, stride_bik, stride_bvb, stride_bvk, num_biased, allowed_ptr, stride_ab, stride_aw,
-                      HAS_LOGIT_BIAS: tl.constexpr, HAS_SPARSE_BIAS: tl.constexpr, HAS_ALLOWED: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
+                      HAS_LOGIT_BIAS: tl.constexpr, HAS_SPARSE_BIAS: tl.constexpr, HAS_ALLOWED: tl.constexpr,
+                      BLOCK_V: tl.constexpr):  # fmt: skip
     """What the request adds: + logit bias (dense, sparse), mask to -inf; ids beyond the vocabulary are masked too."""
     rows64 = rows.to(tl.int64)
     valid = (ids[:, None] < V) & (rows[None, :] < B)

@@ -1,0 +1,1 @@
+"""The benchmark suite behind ``nologits bench``. The library never imports it."""

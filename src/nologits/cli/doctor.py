@@ -1,0 +1,181 @@
+"""``nologits doctor``: what is installed, what would run on each device and why, and two seconds of self-test."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+
+from .. import __version__
+from ..dispatch import choose
+from ..head import LMHead
+from ..noise import NOISE_VERSION, philox4x32
+from ..params import SamplingParams
+from ..types import IMPLS
+from .console import EXIT_FAILED, device_name, output
+
+_PACKAGES = ("torch", "triton", "transformers", "vllm")
+
+# Random123's known answers for Philox4x32-10 (kat_vectors): counter, key, result.
+_PHILOX_ANSWERS = (
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+)
+
+
+class Outcome(NamedTuple):
+    """One line of the self-test."""
+
+    name: str
+    device: str
+    ok: bool
+    detail: str
+
+
+def run_doctor(as_json: bool) -> int:
+    """Prints the report; returns the exit code, 1 if the self-test fails."""
+    devices = [_describe(device) for device in _devices()]
+    outcomes = self_test()
+    ok = all(outcome.ok for outcome in outcomes)
+    versions = {"nologits": __version__, "python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    if as_json:
+        report = {
+            "ok": ok,
+            "noise_contract": NOISE_VERSION,
+            "versions": versions,
+            "devices": devices,
+            "self_test": [outcome._asdict() for outcome in outcomes],
+        }
+        output().print(json.dumps(report, indent=2), markup=False, soft_wrap=True)
+    else:
+        _show(versions, devices, outcomes)
+    return 0 if ok else EXIT_FAILED
+
+
+def self_test() -> list[Outcome]:
+    """Known answers, token equality with the reference, and a small statistical test, on every device."""
+    outcomes = [_philox(device) for device in _devices()]
+    for device in _devices():
+        outcomes += [_equality(impl, device) for impl in _available(device) if impl != "reference"]
+        outcomes.append(_statistics(device))
+    return outcomes
+
+
+def _philox(device: torch.device) -> Outcome:
+    wrong = 0
+    for counter, key, answer in _PHILOX_ANSWERS:
+        words = philox4x32(
+            tuple(torch.tensor([word], device=device) for word in counter),  # type: ignore[arg-type]
+            tuple(torch.tensor([word], device=device) for word in key),  # type: ignore[arg-type]
+        )
+        wrong += [int(word) for word in words] != list(answer)
+    return Outcome("Philox4x32-10", str(device), not wrong, f"{len(_PHILOX_ANSWERS) - wrong} of 3 known answers")
+
+
+def _equality(impl: str, device: torch.device) -> Outcome:
+    """The same tokens as the reference. Integer operands: their products are exact, so no difference is forgiven."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-3, 4, (333, 48), generator=generator).float().to(device)
+    hidden = torch.randint(-1, 2, (8, 48), generator=generator).float().to(device)
+    head = LMHead(weight)
+    differ = total = 0
+    for filters in ({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}):
+        params = SamplingParams(temperature=5.0, seed=1, position=2, **filters)  # type: ignore[arg-type]
+        drawn = head.sample(hidden, params, num_samples=2, impl=impl).tokens  # type: ignore[arg-type]
+        expected = head.sample(hidden, params, num_samples=2, impl="reference").tokens
+        differ += int((drawn != expected).sum())
+        total += drawn.numel()
+    return Outcome(f"{impl} = reference", str(device), differ == 0, f"{total - differ} of {total} tokens equal")
+
+
+def _statistics(device: torch.device) -> Outcome:
+    draws = 20_000
+    name = f"{choose('auto', device).impl} chi-squared"
+    try:
+        from ..testing import chi_squared, count_tokens
+
+        import scipy  # noqa: F401, I001  (chi_squared imports it late)
+    except ImportError:
+        return Outcome(name, str(device), True, "skipped, needs scipy")
+    logits = torch.linspace(0, 5, 64)
+    head = LMHead(logits[:, None].to(device))
+    params = SamplingParams(seed=0, position=torch.arange(draws, device=device))
+    tokens = head.sample(torch.ones(draws, 1, device=device), params).tokens
+    result = chi_squared(count_tokens(tokens, 64), logits.double().softmax(-1))
+    return Outcome(name, str(device), result.p_value > 1e-4, f"p = {result.p_value:.3g} over {draws:,} draws")
+
+
+def _devices() -> list[torch.device]:
+    cuda = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [torch.device("cpu"), *cuda]
+
+
+def _available(device: torch.device) -> list[str]:
+    names = []
+    for impl in IMPLS:
+        try:
+            choose(impl, device)
+        except ValueError:
+            continue
+        if impl != "auto":
+            names.append(impl)
+    return names
+
+
+def _describe(device: torch.device) -> dict[str, Any]:
+    choice = choose("auto", device)
+    return {
+        "device": str(device),
+        "name": device_name(device),
+        "impl": choice.impl,
+        "reason": choice.reason,
+        "available": _available(device),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _show(versions: dict[str, str | None], devices: list[dict[str, Any]], outcomes: list[Outcome]) -> None:
+    console = output()
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column()
+    for name, version in versions.items():
+        facts.add_row(name, version or "[dim]not installed[/dim]")
+    facts.add_row("noise", f"contract version {NOISE_VERSION}")
+    console.print(facts)
+
+    where = Table(title="What runs where", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("device", "impl", "because", "also available"):
+        where.add_column(heading, header_style="dim", no_wrap=heading in ("device", "impl"))
+    for device in devices:
+        others = [name for name in device["available"] if name != device["impl"]]
+        where.add_row(f"{device['device']}", f"[bold]{device['impl']}[/bold]", device["reason"], ", ".join(others))
+    console.print()
+    console.print(where)
+    for device in devices:
+        console.print(f"[dim]{device['device']}: {device['name']}[/dim]")
+
+    tests = Table(title="Self-test", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    tests.add_column("", no_wrap=True)
+    for heading in ("check", "device", "result"):
+        tests.add_column(heading, header_style="dim")
+    for outcome in outcomes:
+        mark = "[green]ok[/green]" if outcome.ok else "[bold red]FAIL[/bold red]"
+        tests.add_row(mark, outcome.name, outcome.device, outcome.detail)
+    console.print()
+    console.print(tests)
