@@ -132,8 +132,8 @@ def _unflatten(flat: list[object]) -> RowParams:
 
 
 def _as_results(samples: Samples) -> Results:
-    none = samples.tokens.new_empty(0, dtype=torch.float32)
-    parts = (none if part is None else part for part in samples[1:])
+    # A fresh empty tensor each: an operator's results may not alias one another.
+    parts = (samples.tokens.new_empty(0, dtype=torch.float32) if part is None else part for part in samples[1:])
     return (samples.tokens, *parts)  # type: ignore[return-value]
 
 

@@ -19,11 +19,11 @@ from .reference import scores
 from .sources import HiddenSource, LogitsSource, Source, transform
 from .types import Samples
 
-_CHUNK_ELEMENTS = 1 << 19
-"""B x V elements in flight: their noise takes about 60 bytes each while it is made, in int64 words."""
+_CHUNK_ELEMENTS = 1 << 17
+"""Scores in flight. Their noise takes about 60 bytes each while it is made, in int64 words: 8 MB."""
 
 _CHUNK_WEIGHTS = 1 << 22
-"""Weight elements upcast at once (16 MB)."""
+"""Half-precision weight elements upcast at once: 16 MB."""
 
 
 def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
@@ -98,9 +98,9 @@ class RunningMass:
 def _chunks(source: Source) -> Iterator[tuple[int, int]]:
     """Vocabulary ranges, multiples of the noise's blocks of 128 ids, sized by the memory a chunk takes."""
     width = _CHUNK_ELEMENTS // max(source.batch, 1)
-    if isinstance(source, HiddenSource):
+    if isinstance(source, HiddenSource) and source.hidden.dtype != torch.float32:
         width = min(width, _CHUNK_WEIGHTS // source.hidden.shape[1])
-    width = max(width // 128, 8) * 128
+    width = max(width // 128, 1) * 128
     for start in range(0, source.vocab, width):
         yield start, min(start + width, source.vocab)
 

@@ -49,12 +49,12 @@ def generate(
         "Three things to see in Paris are"
     ),
     temperature: Annotated[float, typer.Option(help="At least 0; 0 is greedy.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k largest logits. Off: 0 or -1.  [default: off]")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this mass.  [default: off]")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k largest logits. Default: off, as are 0 and -1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this mass. Default: off.")] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Keep tokens at least this likely, relative to the likeliest.  [default: off]")
+        float | None, typer.Option(help="Keep tokens at least this likely, relative to the likeliest. Default: off.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed draws the same text.  [default: fresh]")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same text. Default: fresh noise.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 100,
     batch: Annotated[int, typer.Option(help="Answers to generate side by side.")] = 1,
     compare: Annotated[bool, typer.Option("--compare", help="Also run transformers' own sampling and compare.")] = False,
@@ -90,7 +90,7 @@ def doctor(
 def verify(
     draws: Annotated[
         int | None,
-        typer.Option(help="Draws of every check.  [default: 100,000; for the tail as many as 20 s allow, at most 1,000,000]"),
+        typer.Option(help="Draws of every check. Default: 100,000, and for the tail as many as 20 s allow, at most 1,000,000."),
     ] = None,
     impl: Impl = "auto",
     device: Device = "auto",
@@ -140,7 +140,7 @@ def run(arguments: list[str]) -> int:
         message = _usage(error)
         if message is None:
             raise
-        return _fail(message)
+        return _fail(message) if message else EXIT_USAGE  # nothing to say where the help has been shown
     return result if isinstance(result, int) else 0
 
 
@@ -148,8 +148,8 @@ def _usage(error: Any) -> str | None:
     """The message of a parsing error of typer's, which has had click inside and click beside it over its versions."""
     if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
         return None
-    message = str(error.format_message()).strip() or "nothing to do; try nologits --help"
-    return message[0].lower() + message[1:].removesuffix(".")
+    message = str(error.format_message()).strip()
+    return message[:1].lower() + message[1:].removesuffix(".")
 
 
 def _fail(message: str) -> int:

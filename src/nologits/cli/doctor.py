@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from .. import __version__
-from ..dispatch import choose
+from ..dispatch import choose, triton_obstacle
 from ..head import LMHead
 from ..noise import NOISE_VERSION, philox4x32
 from ..params import SamplingParams
@@ -133,11 +133,12 @@ def _available(device: torch.device) -> list[str]:
 
 def _describe(device: torch.device) -> dict[str, Any]:
     choice = choose("auto", device)
+    obstacle = triton_obstacle(device)
     return {
         "device": str(device),
         "name": device_name(device),
         "impl": choice.impl,
-        "reason": choice.reason,
+        "reason": f"no triton: {obstacle}" if obstacle else choice.reason,
         "available": _available(device),
     }
 
