@@ -22,9 +22,7 @@ def _logits() -> Tensor:
 def _draw(**parameters: object) -> Tensor:
     draws = 60_000
     hidden = torch.ones(draws, 1)
-    return nl.sample(
-        hidden, _logits()[:, None], seed=11, position=torch.arange(draws), impl="torch", **parameters
-    ).tokens
+    return nl.sample(hidden, _logits()[:, None], seed=11, position=torch.arange(draws), impl="torch", **parameters).tokens
 
 
 class TestChiSquared:
@@ -74,7 +72,7 @@ class TestChiSquared:
     def test_errors_name_the_argument(self) -> None:
         with pytest.raises(ValueError, match=r"^probabilities must have shape \[3\]"):
             chi_squared([1, 2, 3], [0.5, 0.5])
-        with pytest.raises(ValueError, match="^counts must hold at least one draw, got 0"):
+        with pytest.raises(ValueError, match=r"^counts must hold at least one draw, got 0"):
             chi_squared([0, 0], [0.5, 0.5])
         with pytest.raises(ValueError, match=r"^tokens must be in \[0, 3\), got -1"):
             count_tokens(torch.tensor([0, -1, 2]), 3)
@@ -93,7 +91,9 @@ class TestTailShare:
     def test_is_two_sided(self) -> None:
         assert tail_share(120, 20_000, 0.0019650).p_value < 1e-6
 
-    @pytest.mark.parametrize(("hits", "draws", "share"), [(3, 2, 0.5), (-1, 2, 0.5), (0, 0, 0.5), (1, 2, 0.0), (1, 2, math.nan)])
+    @pytest.mark.parametrize(
+        ("hits", "draws", "share"), [(3, 2, 0.5), (-1, 2, 0.5), (0, 0, 0.5), (1, 2, 0.0), (1, 2, math.nan)]
+    )
     def test_impossible_input_raises(self, hits: int, draws: int, share: float) -> None:
         with pytest.raises(ValueError, match="must be"):
             tail_share(hits, draws, share)
@@ -132,12 +132,12 @@ class TestCompareTokens:
         params = nl.SamplingParams(seed=9, **filters)
         tokens = self.head.sample(self.hidden, params, num_samples=2, impl="reference").tokens
         tokens[17, 1] = (tokens[17, 1] + 1) % V
-        with pytest.raises(AssertionError, match="^row 17, sample 1: token"):
+        with pytest.raises(AssertionError, match=r"^row 17, sample 1: token"):
             compare_tokens(tokens, self.hidden, self.head, params)
 
     def test_rejects_other_noise(self) -> None:
         tokens = self.head.sample(self.hidden, nl.SamplingParams(seed=9)).tokens
-        with pytest.raises(AssertionError, match="^row"):
+        with pytest.raises(AssertionError, match=r"^row"):
             compare_tokens(tokens, self.hidden, self.head, nl.SamplingParams(seed=10))
 
     def test_rejects_a_token_outside_the_filters_whatever_its_score(self) -> None:
@@ -175,10 +175,10 @@ class TestCompareTokens:
         assert tokens[3] == -1
         assert compare_tokens(tokens, hidden, self.head, params).mismatches == 0
         tokens[3] = 0
-        with pytest.raises(AssertionError, match="^row 3"):
+        with pytest.raises(AssertionError, match=r"^row 3"):
             compare_tokens(tokens, hidden, self.head, params)
 
     def test_unseeded_draws_cannot_be_compared(self) -> None:
         tokens = self.head.sample(self.hidden).tokens
-        with pytest.raises(ValueError, match="^params must have a seed"):
+        with pytest.raises(ValueError, match=r"^params must have a seed"):
             compare_tokens(tokens, self.hidden, self.head, nl.SamplingParams())

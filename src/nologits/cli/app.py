@@ -28,7 +28,6 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N
 
 @app.callback(invoke_without_command=True)
 def _root(
-    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
@@ -36,7 +35,6 @@ def _root(
 
         typer.echo(f"nologits {__version__}")
         raise typer.Exit
-    del context
 
 
 @app.command()
@@ -62,16 +60,15 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Give the model the prompt as it is, without its chat template.")] = False,
     impl: Impl = "auto",
     device: Device = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto (float32 on a CPU, else bfloat16), float32, bfloat16 or float16.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (float32 on a CPU, else bfloat16), float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Generate text with a real model, every token drawn straight from its hidden state."""
     from .generate import GenerateOptions, run_generate
 
     run_generate(
         GenerateOptions(
-            model, prompt, temperature, top_k, top_p, min_p, seed, max_tokens, batch, compare, logprobs, raw, impl, device, dtype
+            *(model, prompt, temperature, top_k, top_p, min_p, seed, max_tokens),
+            *(batch, compare, logprobs, raw, impl, device, dtype),
         )
     )
 
@@ -95,7 +92,9 @@ def verify(
     impl: Impl = "auto",
     device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Another seed is another experiment.")] = 0,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw observed against expected counts (.png, .pdf, .svg).")] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw observed against expected counts (.png, .pdf, .svg).")
+    ] = None,
 ) -> None:
     """Draw on this machine and test the draws against the distributions they should have."""
     from .verify import run_verify
@@ -123,8 +122,6 @@ def bench(context: typer.Context) -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs a command; every foreseeable error is one line on standard error and exit code 2, never a traceback."""
-    # torch.profiler's own log goes to standard error unless this is set before its first use.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     try:
         result = app(arguments, prog_name="nologits", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

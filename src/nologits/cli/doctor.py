@@ -89,7 +89,7 @@ def _equality(impl: str, device: torch.device) -> Outcome:
     head = LMHead(weight)
     differ = total = 0
     for filters in ({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}):
-        params = SamplingParams(temperature=5.0, seed=1, position=2, **filters)  # type: ignore[arg-type]
+        params = SamplingParams(temperature=5.0, seed=1, position=2, **filters)
         drawn = head.sample(hidden, params, num_samples=2, impl=impl).tokens  # type: ignore[arg-type]
         expected = head.sample(hidden, params, num_samples=2, impl="reference").tokens
         differ += int((drawn != expected).sum())
@@ -101,9 +101,9 @@ def _statistics(device: torch.device) -> Outcome:
     draws = 20_000
     name = f"{choose('auto', device).impl} chi-squared"
     try:
-        from ..testing import chi_squared, count_tokens
+        import scipy  # noqa: F401
 
-        import scipy  # noqa: F401, I001  (chi_squared imports it late)
+        from ..testing import chi_squared, count_tokens
     except ImportError:
         return Outcome(name, str(device), True, "skipped, needs scipy")
     logits = torch.linspace(0, 5, 64)
@@ -160,7 +160,7 @@ def _show(versions: dict[str, str | None], devices: list[dict[str, Any]], outcom
     facts.add_row("noise", f"contract version {NOISE_VERSION}")
     console.print(facts)
 
-    where = Table(title="What runs where", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    where = _table("What runs where")
     for heading in ("device", "impl", "because", "also available"):
         where.add_column(heading, header_style="dim", no_wrap=heading in ("device", "impl"))
     for device in devices:
@@ -171,7 +171,7 @@ def _show(versions: dict[str, str | None], devices: list[dict[str, Any]], outcom
     for device in devices:
         console.print(f"[dim]{device['device']}: {device['name']}[/dim]")
 
-    tests = Table(title="Self-test", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    tests = _table("Self-test")
     tests.add_column("", no_wrap=True)
     for heading in ("check", "device", "result"):
         tests.add_column(heading, header_style="dim")
@@ -180,3 +180,7 @@ def _show(versions: dict[str, str | None], devices: list[dict[str, Any]], outcom
         tests.add_row(mark, outcome.name, outcome.device, outcome.detail)
     console.print()
     console.print(tests)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))

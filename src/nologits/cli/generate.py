@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from ..params import SamplingParams
@@ -46,8 +51,9 @@ class Generation(NamedTuple):
 
     tokens: Tensor  # [B, L], without the prompt
     seconds: float
-    logprobs: Tensor | None
-    note: str
+    logprobs: Tensor | None = None  # [B, L]
+    raw_logprobs: Tensor | None = None
+    reason: str = ""  # why transformers' own loop ran instead of nologits' draw
 
 
 def run_generate(options: GenerateOptions) -> None:
@@ -58,7 +64,6 @@ def run_generate(options: GenerateOptions) -> None:
     model, tokenizer = _load(options, device)
     inputs = _encode(tokenizer, options, device)
     _check_length(model, inputs, options)
-    width = inputs["input_ids"].shape[1]
 
     if options.compare:
         # First calls pay for allocations and lazy initialisation; the comparison should not depend on who goes first.
@@ -67,16 +72,16 @@ def run_generate(options: GenerateOptions) -> None:
     stream = options.batch == 1 and not options.compare and not options.logprobs
     streamer = _streamer(tokenizer) if stream else None
     ours = _generate(model, tokenizer, inputs, options, max_tokens=options.max_tokens, streamer=streamer)
-    scratch = _measure_draw(model, options, device)
+    scratch = _measure_draw(model, options, device) if not ours.reason else None
 
     if options.compare:
         stock = _stock(model, tokenizer, inputs, options, max_tokens=options.max_tokens)
         _show_comparison(model, tokenizer, options, device, ours, stock, scratch)
     elif options.logprobs:
-        _show_logprobs(tokenizer, ours)
+        _show_logprobs(model, tokenizer, ours)
     elif not stream:
         _show_rows(tokenizer, ours)
-    _show_summary(model, options, choice.impl, ours, scratch, width)
+    _show_summary(model, options, ours, scratch, f"impl {choice.impl} on {device}")
 
 
 def _check(options: GenerateOptions) -> None:
@@ -114,7 +119,9 @@ def _load(options: GenerateOptions, device: torch.device) -> tuple[Any, Any]:
             tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
             model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, local_files_only=True)
         except Exception as error:  # transformers raises whatever the first broken file leads to
-            raise UserError(f"MODEL must be a folder that transformers can load, got {options.model!r}: {one_line(error)}") from None
+            raise UserError(
+                f"MODEL must be a folder that transformers can load, got {options.model!r}: {one_line(error)}"
+            ) from None
         return model.to(device).eval(), tokenizer
 
 
@@ -166,12 +173,18 @@ def _generate(
     if seed is not None and options.batch > 1:
         # One seed for all rows would draw one text several times: each row has its own.
         seed = seed + torch.arange(options.batch, device=model.device)
-    return _timed(
+    # The loop says why it falls back on its logger; here the summary does.
+    logging.getLogger("nologits").setLevel(logging.ERROR)
+    if options.logprobs:
+        settings |= {"return_dict_in_generate": True, "logprobs": True}
+    generation = _timed(
         lambda: model.generate(
             **inputs, **settings, custom_generate=integration.generate, seed=seed, impl=options.impl, streamer=streamer
         ),
         inputs,
     )
+    report = integration.last_report(model)
+    return generation._replace(reason=report.reason if report is not None else "")
 
 
 def _stock(model: Any, tokenizer: Any, inputs: dict[str, Tensor], options: GenerateOptions, max_tokens: int) -> Generation:
@@ -191,12 +204,18 @@ def _timed(call: Callable[[], Any], inputs: dict[str, Tensor]) -> Generation:
         torch.cuda.synchronize(ids.device)
     seconds = time.perf_counter() - started
     sequences = result if isinstance(result, Tensor) else result.sequences
-    return Generation(sequences[:, ids.shape[1] :].cpu(), seconds, None, "")
+    processed, raw = (getattr(result, name, None) for name in ("logprobs", "raw_logprobs"))
+    return Generation(sequences[:, ids.shape[1] :].cpu(), seconds, processed, raw)
 
 
 def _measure_draw(model: Any, options: GenerateOptions, device: torch.device) -> int | None:
     """Peak temporary memory of one draw of the batch, beyond the head and the hidden states; bytes."""
-    head, hidden = _head_and_hidden(model, options, device)
+    from ..integrations.transformers import find_head
+
+    head = find_head(model)
+    weight = head.spec.weight
+    # Memory depends on the shape of the hidden states, not on what is in them.
+    hidden = torch.zeros(options.batch, weight.shape[1], device=device, dtype=weight.dtype)
     params = SamplingParams(options.temperature, options.top_k, options.top_p, options.min_p, seed=0)
     return peak_memory(lambda: head.sample(hidden, params, impl=options.impl), device)  # type: ignore[arg-type]
 
@@ -205,7 +224,9 @@ def _measure_stock(model: Any, options: GenerateOptions, device: torch.device) -
     """The same of transformers' own step: the head, its fp32 copy, the filters as set, softmax and multinomial."""
     import transformers
 
-    head, hidden = _head_and_hidden(model, options, device)
+    projection = model.get_output_embeddings()
+    depth = projection.weight.shape[1]
+    hidden = torch.zeros(options.batch, depth, device=device, dtype=projection.weight.dtype)
     processors = transformers.LogitsProcessorList()
     if options.temperature > 0:
         if options.temperature != 1:
@@ -218,23 +239,14 @@ def _measure_stock(model: Any, options: GenerateOptions, device: torch.device) -
             processors.append(transformers.MinPLogitsWarper(options.min_p))
     ids = torch.zeros(options.batch, 1, dtype=torch.int64, device=device)
 
-    def step() -> Tensor:
-        logits = torch.nn.functional.linear(hidden, head.spec.weight, head.spec.bias)
+    def step() -> object:
+        logits = projection(hidden)
         scores = processors(ids, logits.to(torch.float32, copy=True))
         if options.temperature == 0:
             return scores.argmax(-1)
         return torch.multinomial(scores.softmax(-1), 1)
 
     return peak_memory(step, device)
-
-
-def _head_and_hidden(model: Any, options: GenerateOptions, device: torch.device) -> tuple[LMHead, Tensor]:
-    projection = model.get_output_embeddings()
-    head = LMHead(projection.weight, getattr(projection, "bias", None))
-    depth = head.spec.weight.shape[1]
-    generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(options.batch, depth, device=device, dtype=head.spec.weight.dtype, generator=generator)
-    return head, hidden
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
@@ -253,10 +265,10 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     try:
-        events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        events = profiler.profiler.kineto_results.events()
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     except AttributeError:
         return None
@@ -265,6 +277,20 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
         live += size
         peak = max(peak, live)
     return peak or None
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """CPU builds of torch log the profiler's start and stop from C++, past Python's ``sys.stderr`` and every log level."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def _streamer(tokenizer: Any) -> Any:
@@ -330,6 +356,24 @@ def _show_rows(tokenizer: Any, ours: Generation) -> None:
             console.out(f"{number}: {text}")
 
 
+def _show_logprobs(model: Any, tokenizer: Any, ours: Generation) -> None:
+    if ours.logprobs is None or ours.raw_logprobs is None:
+        raise UserError(f"--logprobs needs draws by nologits, got transformers' own loop: {ours.reason}")
+    console = output()
+    for number, length in enumerate(_lengths(model, ours.tokens)):
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("token", header_style="dim")
+        for heading in ("log-probability", "before filters, at T = 1"):
+            table.add_column(heading, justify="right", header_style="dim")
+        processed, raw = ours.logprobs[number], ours.raw_logprobs[number]
+        for step, token in enumerate(ours.tokens[number, :length].tolist()):
+            # repr shows the spaces and line ends that tell tokens apart.
+            table.add_row(Text(repr(tokenizer.decode([token]))), f"{float(processed[step]):.4f}", f"{float(raw[step]):.4f}")
+        table.add_section()
+        table.add_row("sum", f"{float(processed[:length].sum()):.4f}", f"{float(raw[:length].sum()):.4f}")
+        console.print(table)
+
+
 def _show_comparison(
     model: Any,
     tokenizer: Any,
@@ -345,7 +389,9 @@ def _show_comparison(
         grid = Table.grid(expand=True, padding=0)
         grid.add_column(ratio=1)
         grid.add_column(ratio=1)
-        grid.add_row(*(Panel(Text(text), title=name, title_align="left") for name, text in zip(names, (left, right), strict=True)))
+        grid.add_row(
+            *(Panel(Text(text), title=name, title_align="left") for name, text in zip(names, (left, right), strict=True))
+        )
         console.print(grid)
     if options.temperature > 0:
         console.print("[dim]The same distribution, other random numbers: the texts differ.[/dim]")
@@ -362,10 +408,24 @@ def _show_comparison(
 def _show_summary(model: Any, options: GenerateOptions, ours: Generation, scratch: int | None, note: str) -> None:
     console = notes()
     count = sum(_lengths(model, ours.tokens))
+    if ours.reason:
+        console.print(f"[dim]{count} tokens, {count / ours.seconds:.1f} tokens/s[/dim]")
+        console.print(Text(f"transformers' own loop ran, which makes logits: {ours.reason}", style="yellow"))
+        return
     vocab = model.get_output_embeddings().weight.shape[0]
     memory = "not measured" if scratch is None else megabytes(scratch)
+    console.print(f"[dim]{count} tokens, {count / ours.seconds:.1f} tokens/s, {note}[/dim]")
     console.print(
-        f"[dim]{count} tokens, {count / ours.seconds:.1f} tokens/s, {note}\n"
-        f"one draw: {memory} of temporary memory at its peak; "
-        f"fp32 logits \\[{options.batch}, {vocab}] alone: {megabytes(4 * options.batch * vocab)}[/dim]"
+        f"[dim]one draw, temporary memory at its peak: {memory}{_how(options)}; "
+        f"the logits \\[{options.batch}, {vocab}] in fp32 would be {megabytes(4 * options.batch * vocab)}[/dim]"
     )
+
+
+def _how(options: GenerateOptions) -> str:
+    """What the memory of a draw is made of, where more than the bare logits would take needs explaining."""
+    from ..filtered import SCRATCH_BYTES
+
+    params = (options.top_k or 0) > 0, options.top_p is not None and options.top_p < 1, bool(options.min_p)
+    if options.temperature > 0 and any(params):
+        return f" (filters work on blocks of whole rows, up to {SCRATCH_BYTES >> 20} MiB)"
+    return " (the vocabulary in chunks)"

@@ -60,18 +60,16 @@ class Sampler(NamedTuple):
     device: torch.device
     seed: int
 
-    def draw(self, logits: Tensor, first: int, draws: int, **parameters: Any) -> Tensor:
-        """Tokens of the positions ``first .. first + draws - 1``, int64 on the CPU."""
+    def draw(self, logits: Tensor, first: int, draws: int, **parameters: Any) -> Iterator[Tensor]:
+        """Tokens of the positions ``first .. first + draws - 1``, int64 on the CPU, a batch at a time."""
         head = LMHead(logits[:, None].to(self.device))
         step = max(1, _BATCH_ELEMENTS // len(logits))
-        parts = []
         for start in range(first, first + draws, step):
             size = min(step, first + draws - start)
             position = torch.arange(start, start + size, device=self.device)
             params = SamplingParams(seed=self.seed, position=position, **parameters)
             hidden = torch.ones(size, 1, device=self.device)
-            parts.append(head.sample(hidden, params, impl=self.impl).tokens.cpu())
-        return torch.cat(parts)
+            yield head.sample(hidden, params, impl=self.impl).tokens.cpu()
 
 
 def run_verify(draws: int | None, impl: str, device: str, seed: int, plot: str | None) -> int:
@@ -135,9 +133,7 @@ def _checks(sampler: Sampler, draws: int | None) -> Iterator[tuple[str, Callable
     yield "24-bit noise", lambda: _coarse_tail(sampler.seed)
 
 
-def probabilities(
-    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> Tensor:
+def probabilities(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """The textbook's answer in fp64, written apart from the library: softmax, min-p, top-k, top-p, renormalise."""
     share = (logits.double() / temperature).softmax(-1)
     share = torch.where(share >= min_p * share.max(), share, 0.0)
@@ -149,12 +145,14 @@ def probabilities(
     return torch.zeros_like(share).scatter(0, order, ranked / ranked.sum())
 
 
-def _chi_squared(name: str, tokens: Tensor, expected: Tensor, control: bool) -> Row:
+def _chi_squared(name: str, batches: Iterator[Tensor], expected: Tensor, control: bool) -> Row:
     from ..testing import chi_squared, count_tokens
 
-    if bool((tokens < 0).any()):
-        return Row(name, len(tokens), "invalid rows", 0.0, False, control, torch.zeros(_VOCAB), expected * len(tokens))
-    counts = count_tokens(tokens, _VOCAB)
+    counts = torch.zeros(_VOCAB, dtype=torch.int64)
+    for tokens in batches:
+        if bool((tokens < 0).any()):
+            return Row(name, len(tokens), "invalid rows", 0.0, False, control, counts, expected * len(tokens))
+        counts += count_tokens(tokens, _VOCAB)
     result = chi_squared(counts, expected)
     ok = (result.p_value < ALPHA) if control else (result.p_value >= ALPHA)
     statistic = f"χ²({result.cells - 1}) = {result.statistic:.1f}"
@@ -174,7 +172,7 @@ def _tail(sampler: Sampler, first: int, draws: int | None) -> Row:
     started = time.perf_counter()
     while done < limit:
         size = min(step, limit - done)
-        hits += int((sampler.draw(logits, first + done, size) != 0).sum())
+        hits += sum(int((tokens != 0).sum()) for tokens in sampler.draw(logits, first + done, size))
         done += size
         elapsed = time.perf_counter() - started
         if draws is None and elapsed > _TAIL_SECONDS:
@@ -246,6 +244,8 @@ def _show(rows: list[Row], sampler: Sampler) -> None:
         f"[dim]Tail: {int(tail.observed[1]):,} of {tail.draws:,} draws, expected {float(tail.expected[1]):,.1f}. "
         f"This many draws would expose a 24-bit uniform with probability {_share(power)}.[/dim]"
     )
+    if any(row.control and not row.ok for row in rows):
+        console.print("[bold red]A control was not rejected: these checks are too weak to pass.[/bold red] Take more --draws.")
 
 
 def _p_value(p: float) -> str:
@@ -304,7 +304,9 @@ def _plot_counts(axis: Any, row: Row) -> None:
     rank = torch.arange(1, len(expected) + 1)
     spread = 3 * expected[:kept].sqrt()
     low = (expected[:kept] - spread).clamp(min=0.5)
-    axis.fill_between(rank[:kept], low, expected[:kept] + spread, color="#9ecae1", alpha=0.6, lw=0, label="± 3 standard deviations")
+    axis.fill_between(
+        rank[:kept], low, expected[:kept] + spread, color="#9ecae1", alpha=0.6, lw=0, label="± 3 standard deviations"
+    )
     axis.plot(rank[:kept], expected[:kept], color="#08519c", lw=1.2, label="expected")
     # Where nothing was drawn a logarithmic axis has no place: on its lower edge, so that a missing tile is seen.
     floor = max(0.6, 0.25 * float(expected[:kept].min()))

@@ -4,6 +4,6 @@ The library itself never imports this package. ``statistics`` needs scipy, which
 """
 
 from .budget import TokenComparison, compare_tokens
-from .statistics import TestResult, chi_squared, count_tokens, tail_share
+from .statistics import FitResult, chi_squared, count_tokens, tail_share
 
-__all__ = ["TestResult", "TokenComparison", "chi_squared", "compare_tokens", "count_tokens", "tail_share"]
+__all__ = ["FitResult", "TokenComparison", "chi_squared", "compare_tokens", "count_tokens", "tail_share"]

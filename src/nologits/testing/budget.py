@@ -9,8 +9,8 @@ reference's only if rounding alone could have made it win:
   budget b of the row, which is tried on top-p and min-p in both directions, and the boundary's logit by the budget itself. Ids
   tied with the boundary count as undecided, so a test of ties uses logits that are exact (small integers) and plain equality.
 
-Budget of a score: ``c * 2^-24 * sqrt(D) * |scale| * sum_d |h_d w_vd|`` for the fp32 accumulation (its errors are independent, so
-they add up like a random walk), a few units in the last place of the logit and of the score, and 4e-6 * T for the
+Budget of a score: ``4 * 2^-24 * sqrt(D) * |scale| * sum_d |h_d w_vd|`` for the fp32 accumulation (its errors are independent,
+so they add up like a random walk), a few units in the last place of the logit and of the score, and 4e-6 * T for the
 noise's logarithms.
 """
 

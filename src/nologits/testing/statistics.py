@@ -17,7 +17,7 @@ MIN_EXPECTED = 8.0
 """Expected draws a cell needs for its own term; below about 5 the chi-squared law is a poor approximation."""
 
 
-class TestResult(NamedTuple):
+class FitResult(NamedTuple):
     """One test of ``draws`` tokens.
 
     Attributes:
@@ -27,8 +27,6 @@ class TestResult(NamedTuple):
         cells: how many cells the statistic adds up (2 for a share).
         pooled: how many token ids share the cell of the tail.
     """
-
-    __test__ = False  # not a test class, whatever pytest makes of the name
 
     statistic: float
     p_value: float
@@ -56,7 +54,7 @@ def count_tokens(tokens: Tensor, vocab: int) -> Tensor:
 
 def chi_squared(
     counts: Tensor | Sequence[int], probabilities: Tensor | Sequence[float], *, min_expected: float = MIN_EXPECTED
-) -> TestResult:
+) -> FitResult:
     """Pearson's goodness of fit; the ids too rare for a cell of their own are pooled into one.
 
     Args:
@@ -97,10 +95,10 @@ def chi_squared(
     p_value = float(chi2.sf(statistic, degrees)) if degrees else 1.0
     if impossible:
         statistic, p_value = math.inf, 0.0
-    return TestResult(statistic, p_value, draws, len(seen), pooled)
+    return FitResult(statistic, p_value, draws, len(seen), pooled)
 
 
-def tail_share(hits: int, draws: int, share: float) -> TestResult:
+def tail_share(hits: int, draws: int, share: float) -> FitResult:
     """Two-sided test of how often the tail was drawn.
 
     The statistic is the z score; the p-value is the exact binomial one, because a tail's expected count may be small.
@@ -120,4 +118,4 @@ def tail_share(hits: int, draws: int, share: float) -> TestResult:
     if not 0 < share < 1:
         raise ValueError(f"share must be inside (0, 1), got {share}")
     z = (hits - draws * share) / math.sqrt(draws * share * (1 - share))
-    return TestResult(z, float(binomtest(hits, draws, share).pvalue), draws, 2, 0)
+    return FitResult(z, float(binomtest(hits, draws, share).pvalue), draws, 2, 0)

@@ -1,0 +1,1 @@
+"""Generation loops of other libraries, with the draw done here. Each module imports its library; nothing here does."""
