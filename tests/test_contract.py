@@ -60,7 +60,7 @@ def test_f1_f4_top_p_boundaries(device, impl, shares, p, kept):
     chosen = nl.select(logits, top_p=p, impl=impl)
     assert sorted(chosen.ids[0, : len(kept)].tolist()) == kept
     assert chosen.counts.tolist() == [len(kept)]
-    drawn = nl.sample_logits(logits, top_p=p, seed=1, num_samples=200, impl=impl).tokens
+    drawn = nl.sample_logits(logits, top_p=p, seed=1, num_samples=60, impl=impl).tokens
     assert set(drawn.flatten().tolist()) == set(kept)
 
 
@@ -130,13 +130,14 @@ def test_f12_tiny_p_is_the_argmax(device, impl):
 
 
 def test_f13_ties_keep_exactly_k_and_draw_uniformly(device, impl):
-    logits = torch.zeros(1, 1000, device=device)
-    drawn = nl.sample_logits(logits, top_k=64, seed=1, num_samples=640, impl=impl).tokens
+    logits = torch.zeros(64, 200, device=device)
+    rows = torch.arange(64, device=device)
+    drawn = nl.sample_logits(logits, top_k=64, seed=rows, num_samples=10, impl=impl).tokens
     counts = drawn.flatten().bincount(minlength=64)
     assert len(counts) == 64
     chi = ((counts - 10.0) ** 2 / 10).sum().item()
     assert 20 < chi < 130  # 63 degrees of freedom
-    assert nl.sample_logits(logits, top_k=1, seed=1, impl=impl).tokens.item() == 0
+    assert (nl.sample_logits(logits, top_k=1, seed=1, impl=impl).tokens == 0).all()
 
 
 def test_e1_padding_is_never_drawn(device, impl):

@@ -1,6 +1,7 @@
 """The noise contract: Philox bit for bit, the frozen mapping, the map to Gumbel noise, streams."""
 
 import ast
+import itertools
 import math
 import os
 import subprocess
@@ -145,14 +146,14 @@ def test_unseeded_draws_are_fresh_and_follow_manual_seed(impl, device):
     """N6."""
     logits = torch.zeros(1, 100, device=device)
 
-    def sequence():
+    def sequence(draws):
         torch.manual_seed(5)
-        return [nl.sample_logits(logits, impl=impl).tokens.item() for _ in range(200)]
+        return [nl.sample_logits(logits, impl=impl).tokens.item() for _ in range(draws)]
 
-    first = sequence()
+    first = sequence(200)
     assert 75 <= len(set(first)) <= 98
-    assert sum(a == b for a, b in zip(first, first[1:], strict=False)) < 15
-    assert sequence() == first
+    assert sum(a == b for a, b in itertools.pairwise(first)) < 15
+    assert sequence(20) == first[:20]
 
 
 def test_a_draw_does_not_depend_on_earlier_draws(device):
@@ -177,17 +178,17 @@ def test_an_extreme_word_never_wins_a_masked_column(impl, device):
 
 
 def test_tail_share_and_its_negative_control(device):
-    """N2 at a size for the CPU: V = 4,000, one logit at 0, the rest at -14."""
-    vocab, level, draws = 4_000, -14.0, 40_000
+    """N2 at a size for the CPU: V = 1,000, one logit at 0, the rest at -12."""
+    vocab, level, draws = 1_000, -12.0, 10_000
     logits = torch.full((vocab,), level, device=device)
     logits[0] = 0
     share = (vocab - 1) * math.exp(level) / (1 + (vocab - 1) * math.exp(level))
-    rows = torch.arange(draws // 10, device=device)
-    tokens = nl.sample_logits(logits.expand(len(rows), -1), seed=rows, num_samples=10).tokens
+    rows = torch.arange(draws, device=device)
+    tokens = nl.sample_logits(logits.expand(len(rows), -1), seed=rows).tokens
 
     def z(tail):
         return (tail - draws * share) / math.sqrt(draws * share * (1 - share))
 
     assert abs(z((tokens != 0).sum().item())) < 5
-    # A 16-bit uniform ends at -log(-log(1 - 2^-17)) = 11.8 < 14 and draws no tail at all: the test sees that.
+    # A 16-bit uniform ends at -log(-log(1 - 2^-17)) = 11.8 < 12 and draws no tail at all: the test sees that.
     assert abs(z(0)) > 5

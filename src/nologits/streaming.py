@@ -19,8 +19,8 @@ from .reference import scores
 from .sources import HiddenSource, LogitsSource, Source, transform
 from .types import Samples
 
-_CHUNK_ELEMENTS = 1 << 17
-"""Scores in flight. Their noise takes about 60 bytes each while it is made, in int64 words: 8 MB."""
+_CHUNK_ELEMENTS = 1 << 15
+"""Scores in flight. Their noise takes about 60 bytes each while it is made, in int64 words: 2 MB."""
 
 _CHUNK_WEIGHTS = 1 << 22
 """Half-precision weight elements upcast at once: 16 MB."""
