@@ -1,5 +1,6 @@
-"""Shared fixtures: the device, and every implementation that can run here."""
+"""Shared fixtures: the device, every implementation that can run here, sizes to match, poisoned scratch memory."""
 
+import importlib.util
 import os
 
 import pytest
@@ -7,6 +8,19 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_TRITON = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_addoption(parser):
+    # pyproject.toml sets it; under --strict-config an unknown option is an error where pytest-timeout is missing.
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "ignored: pytest-timeout is not installed")
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason="needs a CUDA GPU")
+    for item in items:
+        if "gpu" in item.keywords and DEVICE != "cuda":
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +35,22 @@ def impl(request):
     return request.param
 
 
-def pytest_collection_modifyitems(items):
-    skip = pytest.mark.skip(reason="needs a CUDA GPU")
-    for item in items:
-        if "gpu" in item.keywords and DEVICE != "cuda":
-            item.add_marker(skip)
+@pytest.fixture
+def size(request):
+    """``size(small, real)``: the real size, unless the kernels run in Triton's interpreter, thousands of times slower."""
+    name = request.getfixturevalue("impl") if "impl" in request.fixturenames else None
+    small = DEVICE != "cuda" and name == "triton"
+    return lambda reduced, real: reduced if small else real
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Scratch memory that starts as NaN, or as an integer that would win every comparison: an unwritten slot shows."""
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+
+        def fill(*args, make=make, **kwargs):
+            out = make(*args, **kwargs)
+            return out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).max - 7)
+
+        monkeypatch.setattr(torch, name, fill)

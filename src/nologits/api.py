@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import filtered, ops
-from .dispatch import choose
+from .dispatch import resolve
 from .head import HeadSpec, LMHead, check_hidden, check_matrix, make_spec
 from .params import LogitBias, SamplingParams, check_device, check_num_samples, make_rows
 from .selection import MAX_VOCAB
@@ -77,7 +77,7 @@ def sample_head(
     processed, raw = _logprobs(logprobs)
     _check_params(params)
     rows = make_rows(params, hidden.shape[0], head.vocab_size, hidden.device)
-    name = choose(impl, hidden.device).impl
+    name = resolve(impl, hidden.device)
     if hidden.shape[0] == 0 or num_samples == 0:
         return _finish(_empty(hidden, num_samples, processed, raw), num_samples, check)
     drawn = ops.run_hidden(hidden.detach(), head, rows, num_samples, processed, raw, name)
@@ -122,7 +122,7 @@ def sample_logits(
         params = SamplingParams(temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens)
     _check_params(params)
     rows = make_rows(params, logits.shape[0], logits.shape[1], logits.device)
-    name = choose(impl, logits.device).impl
+    name = resolve(impl, logits.device)
     if logits.shape[0] == 0 or num_samples == 0:
         return _finish(_empty(logits, num_samples, processed, raw), num_samples, check)
     drawn = ops.run_logits(logits.detach(), rows, num_samples, processed, raw, name)
@@ -193,11 +193,11 @@ def select(
         if not isinstance(head, LMHead):
             raise ValueError(f"head must be a nologits.LMHead, got {type(head).__name__}")
         check_hidden(hidden, head.spec)
-        name = choose(impl, hidden.device).impl
+        name = resolve(impl, hidden.device)
         source: Source = ops.row_source(ops.make_source(hidden.detach(), head.spec, name), name)
     else:
         _check_logits(logits)
-        choose(impl, logits.device)
+        resolve(impl, logits.device)
         source = LogitsSource(logits.detach())
     rows = make_rows(params, source.batch, source.vocab, source.device)
     width = min(rows.top_k, source.vocab) if isinstance(rows.top_k, int) and rows.top_k > 0 else source.vocab

@@ -11,6 +11,16 @@ import torch
 from .types import IMPLS
 
 
+def _find_triton() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except (ImportError, ValueError):  # a blocked or half-removed package
+        return False
+
+
+_TRITON_FOUND = _find_triton()
+
+
 class Choice(NamedTuple):
     """The implementation that runs and the reason in a few words (shown by ``nologits doctor``)."""
 
@@ -36,6 +46,15 @@ def choose(impl: str, device: torch.device) -> Choice:
     return Choice(impl, "named by the caller")
 
 
+def resolve(impl: str, device: torch.device) -> str:
+    """The name that :func:`choose` resolves to; a constant to a compiler that traces through the caller."""
+    return choose(impl, device).impl
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo here.
+resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def triton_obstacle(device: torch.device) -> str:
     """Why the Triton kernels cannot run on ``device``; empty if they can."""
     if not triton_installed():
@@ -50,8 +69,5 @@ def triton_obstacle(device: torch.device) -> str:
 
 
 def triton_installed() -> bool:
-    """Triton can be imported (without importing it)."""
-    try:
-        return importlib.util.find_spec("triton") is not None
-    except (ImportError, ValueError):
-        return False
+    """Triton can be imported (found without importing it, once, when this module is)."""
+    return _TRITON_FOUND

@@ -64,14 +64,20 @@ def request_arguments(rows: RowParams) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def noise_arguments(rows: RowParams) -> dict[str, Any]:
-    """Temperature and what keys the noise."""
+def temperature_arguments(rows: RowParams) -> dict[str, Any]:
+    """The temperature, a scalar or one a row."""
     per_row = isinstance(rows.temperature, Tensor)
     return {
         "temperature_ptr": rows.temperature if per_row else None, "temperature_value": 1.0 if per_row else rows.temperature,
+        "stride_temperature": _stride(rows.temperature, 0), "HAS_TEMPERATURE": per_row,
+    }  # fmt: skip
+
+
+def noise_arguments(rows: RowParams) -> dict[str, Any]:
+    """Temperature and what keys the noise."""
+    return temperature_arguments(rows) | {
         "seed_ptr": rows.seed, "position_ptr": rows.position, "entropy_ptr": rows.entropy,
-        "stride_temperature": _stride(rows.temperature, 0), "stride_seed": _stride(rows.seed, 0),
-        "stride_position": _stride(rows.position, 0), "HAS_TEMPERATURE": per_row,
+        "stride_seed": _stride(rows.seed, 0), "stride_position": _stride(rows.position, 0),
         "HAS_SEED": rows.seed is not None, "HAS_POSITION": rows.position is not None, "GREEDY": rows.greedy,
     }  # fmt: skip
 

@@ -7,11 +7,12 @@ stores one packed (score, id) a row. The argmax over the vocabulary is the argma
 kernel (``merge.py``) only compares B * V / BLOCK_V keys; a grid-wide reduction in this kernel would have to wait for its
 slowest program. The logits never leave the chip.
 
-With log-probabilities a tile also stores the sum of exp((l - winner's score) / T). The winner's score is a safe
-reference, because the noise lies in [-3.2, 22.9]: no term exceeds e^3.2, and no second reduction is needed to find it.
+With log-probabilities a tile also stores its winner's logit and the sum of exp((l - that logit) / T). The winner is a safe
+reference, because the noise lies in [-3.2, 22.9]: no logit is above it by more than 26.1 T, and no term exceeds e^26.1.
 
 Grid: (vocabulary tiles * batch blocks), batch blocks fastest, so that programs sharing a weight tile run together.
-Outputs: key int64, and optionally mass fp32, raw winner fp32 (``[B, S, tiles]``), raw maximum and mass (``[B, tiles]``).
+Outputs: key int64, and optionally the winners' logits and raw logits fp32 (``[B, S, tiles]``), masses and the raw maximum and
+mass fp32 (``[B, tiles]``).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _categorical_tile_kernel(
     hidden, weight, bias_ptr, logit_bias_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr,
     temperature_ptr, seed_ptr, position_ptr, entropy_ptr,
     # outputs
-    key_ptr, mass_ptr, raw_picked_ptr, raw_max_ptr, raw_mass_ptr,
+    key_ptr, picked_ptr, mass_ptr, raw_picked_ptr, raw_max_ptr, raw_mass_ptr,
     # sizes
     B, V, V_ROWS, D, S, num_tiles, num_batch_blocks, num_biased,
     # strides
@@ -167,12 +168,14 @@ def _categorical_tile_kernel(
         at = (rows64 * S + s) * num_tiles + tile
         tl.store(key_ptr + at, key, mask=mask_b)
         if MASS or RAW:
-            score, token = unpack_key(key)
+            _, token = unpack_key(key)
             if MASS:
+                winner = _picked(x0, x1, x2, x3, groups, token)
+                tl.store(picked_ptr + at, winner, mask=mask_b)
                 if s == 0:
                     # T = 0 has no tempered mass; any finite value will do, the merge does not read it.
-                    inverse = tl.where(temperature > 0, LOG2E / temperature, 1.0)
-                    tl.store(mass_ptr + rows64 * num_tiles + tile, _mass(x0, x1, x2, x3, score, inverse[None, :]), mask=mask_b)
+                    inverse = tl.where(temperature > 0, tl.minimum(LOG2E / temperature, 3.0e38), 1.0)[None, :]
+                    tl.store(mass_ptr + rows64 * num_tiles + tile, _mass(x0, x1, x2, x3, winner, inverse), mask=mask_b)
             if RAW:
                 tl.store(raw_picked_ptr + at, _picked(r0, r1, r2, r3, groups, token), mask=mask_b)
 
@@ -181,6 +184,7 @@ class Tiles(NamedTuple):
     """What the tile kernel leaves for the merge: winners, and what log-probabilities need."""
 
     key: Tensor
+    picked: Tensor | None
     mass: Tensor | None
     raw_picked: Tensor | None
     raw_max: Tensor | None
@@ -202,6 +206,7 @@ def launch_tiles(
     empty = partial(torch.empty, device=device)
     tiles = Tiles(
         key=empty(batch, num_samples, num_tiles, dtype=torch.int64),
+        picked=empty(batch, num_samples, num_tiles, dtype=torch.float32) if mass else None,
         mass=empty(batch, num_tiles, dtype=torch.float32) if mass else None,
         raw_picked=empty(batch, num_samples, num_tiles, dtype=torch.float32) if raw else None,
         raw_max=empty(batch, num_tiles, dtype=torch.float32) if raw else None,
@@ -212,7 +217,7 @@ def launch_tiles(
         _categorical_tile_kernel[(num_tiles * num_batch_blocks,)](
             **arguments,
             **noise_arguments(rows),
-            key_ptr=tiles.key, mass_ptr=tiles.mass, raw_picked_ptr=tiles.raw_picked,
+            key_ptr=tiles.key, picked_ptr=tiles.picked, mass_ptr=tiles.mass, raw_picked_ptr=tiles.raw_picked,
             raw_max_ptr=tiles.raw_max, raw_mass_ptr=tiles.raw_mass,
             B=batch, V=vocab, S=num_samples, num_tiles=num_tiles, num_batch_blocks=num_batch_blocks,
             MASS=mass, RAW=raw,
