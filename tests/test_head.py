@@ -265,7 +265,7 @@ def test_e7_updates_take_effect_in_a_captured_graph():
 def test_e8_one_batch_of_mixed_rows(device, impl, size):
     from nologits.testing import chi_squared, count_tokens
 
-    rows = size(40, 400)
+    rows = size(120, 400)
     logits = torch.tensor([[1.0, 1, 0, -INF], [0, 0, 0, 0], [-3, -1, -2, -9]], device=device).repeat(rows, 1)
     temperature = torch.tensor([0.0, 1.0, 0.0], device=device).repeat(rows)
     seed = torch.arange(3 * rows, device=device)
