@@ -1,6 +1,6 @@
 """Every implementation draws the reference's token, under every tile, batch size and slot.
 
-Where logits are integers the sums are exact and so is the equality. Elsewhere a token may differ only where rounding explains it,
+Where logits are integers sums are exact and so is the equality. Elsewhere a token may differ only where rounding explains it,
 which ``nologits.testing.compare_tokens`` decides and which must stay rare.
 """
 
@@ -107,7 +107,7 @@ def interpreted():
 
 def test_the_comparison_refuses_other_noise(device):
     """The control of the test above: tokens of another seed are no rounding."""
-    hidden, head, params = configuration(1, device, True)
+    hidden, head, params = configuration(1, device, True)  # noqa: RUF059
     other = head.sample(hidden, nl.SamplingParams(seed=1234)).tokens
     with pytest.raises(AssertionError, match="reference draws"):
         compare_tokens(other, hidden, head, nl.SamplingParams(seed=1235))

@@ -76,8 +76,8 @@ def sample_head(
     check_num_samples(num_samples)
     processed, raw = _logprobs(logprobs)
     _check_params(params)
-    rows = make_rows(params, hidden.shape[0], head.vocab_size, hidden.device)
     name = resolve(impl, hidden.device)
+    rows = make_rows(params, hidden.shape[0], head.vocab_size, hidden.device)
     if hidden.shape[0] == 0 or num_samples == 0:
         return _finish(_empty(hidden, num_samples, processed, raw), num_samples, check)
     drawn = ops.run_hidden(hidden.detach(), head, rows, num_samples, processed, raw, name)
@@ -121,8 +121,8 @@ def sample_logits(
     if params is None:
         params = SamplingParams(temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens)
     _check_params(params)
-    rows = make_rows(params, logits.shape[0], logits.shape[1], logits.device)
     name = resolve(impl, logits.device)
+    rows = make_rows(params, logits.shape[0], logits.shape[1], logits.device)
     if logits.shape[0] == 0 or num_samples == 0:
         return _finish(_empty(logits, num_samples, processed, raw), num_samples, check)
     drawn = ops.run_logits(logits.detach(), rows, num_samples, processed, raw, name)

@@ -168,6 +168,8 @@ def make_rows(params: SamplingParams, batch: int, vocab: int, device: torch.devi
 
 
 def check_num_samples(num_samples: int) -> None:
+    if num_samples is None or isinstance(num_samples, Tensor):
+        raise ValueError(f"num_samples must be an integer in [0, 2**24), got a {type(num_samples).__name__}")
     _check_integer("num_samples", num_samples, 0, MAX_SAMPLES - 1, "an integer in [0, 2**24)")
 
 
