@@ -109,12 +109,12 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("request_name", REQUESTS)
-@pytest.mark.parametrize("flags", [(1, False, False), (2, True, True), (1, True, False), (3, False, True)])
+@pytest.mark.parametrize("flags", [(1, False, True), (2, True, True)])
 def test_operators_pass_opcheck(device, impl, request_name, flags):
     """Schema, fake, aliasing, mutation and tracing with dynamic shapes, by torch's own checks."""
     generator = torch.Generator().manual_seed(0)
     logits, weight, hidden = (torch.randn(*s, generator=generator).to(device) for s in ((3, 40), (40, 16), (3, 16)))
-    rows = make_rows(REQUESTS[request_name](device), 3, 40, device)
+    rows = make_rows(REQUESTS[request_name](device), 3, 40, logits.device)
     flat = [*ops._flatten(rows), *flags, impl]
     # Every row is seeded, so repeated calls agree, as opcheck wants.
     torch.library.opcheck(torch.ops.nologits.sample_logits.default, (logits, *flat))

@@ -232,6 +232,18 @@ def test_f11_row_blocks_do_not_move_the_set(device, impl, monkeypatch):
         assert torch.equal(one, other)
 
 
+def test_unseeded_rows_of_different_blocks_draw_apart(device, impl, monkeypatch):
+    from nologits import filtered
+
+    logits = torch.zeros(24, 300, device=device)
+    torch.manual_seed(1)
+    whole = nl.sample_logits(logits, top_p=0.9, impl=impl).tokens
+    monkeypatch.setattr(filtered, "SCRATCH_BYTES", 300 * 56 * 2)
+    torch.manual_seed(1)
+    assert torch.equal(nl.sample_logits(logits, top_p=0.9, impl=impl).tokens, whole)
+    assert len(set(whole.tolist())) > 18
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0, 0.0, 1e-8])
 def test_f12_a_tiny_p_is_the_argmax(device, impl, size, p, dtype):

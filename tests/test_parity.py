@@ -25,7 +25,7 @@ def configuration(index, device, small):
     draw, generator = random.Random(index), torch.Generator().manual_seed(index)
     dtype = draw.choice([torch.float32, torch.float16, torch.bfloat16])
     large = device.type == "cuda"
-    batch = draw.choice([1, 2, 5, 16, 17] if small else [1, 3, 16, 17, 64, 130])
+    batch = draw.choice([1, 2, 5, 16, 17] if small else [1, 3, 16, 17, 64, 130] + [260] * large)
     vocab = draw.choice([33, 129, 300, 640] if small else [33, 640, 1_001, 3_000] + [32_000, 50_257] * large)
     depth = draw.choice([16, 48, 100, 256] if small else [16, 100, 256] + [1_024] * large)
     rows = draw.choice([0, 0, 28])
@@ -76,7 +76,7 @@ def test_random_requests_draw_the_references_tokens(device, name, request):
     if small:
         request.getfixturevalue("interpreted")
     draws = mismatches = 0
-    for index in range(120 if device.type == "cuda" else 40):
+    for index in range(24 if device.type == "cuda" else 40):
         hidden, head, params = configuration(index, device, small)
         samples = 1 + index % 2
         got = head.sample(hidden, params, num_samples=samples, logprobs=True, impl=name)
@@ -144,14 +144,7 @@ def test_a_row_does_not_see_its_batch(device, impl, size, filters):
                 torch.testing.assert_close(got.logprobs[slot], want.logprobs[0], rtol=1e-6, atol=1e-6)
 
 
-TILES = [
-    (128, 16, 16, 4, 1),
-    (128, 64, 64, 4, 2),
-    (256, 16, 32, 4, 2),
-    (256, 32, 64, 8, 3),
-    (512, 16, 64, 8, 2),
-    (128, 128, 32, 8, 3),
-]
+TILES = [(128, 16, 16, 4, 1), (128, 128, 32, 8, 3), (256, 32, 64, 8, 3), (512, 16, 64, 8, 2)]
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -182,11 +175,38 @@ def test_the_tile_changes_nothing(device, tile, monkeypatch, request):
     assert len(used) >= 3
 
 
+def test_the_chunk_changes_nothing(device, monkeypatch):
+    """Streaming in chunks of 128 ids, ties across chunks included: the smaller id stays."""
+    from nologits import streaming
+
+    hidden, weight = exact_operands(device, 18, 700, 80)
+    tied = torch.zeros(1, 700, device=device)
+    tied[0, [130, 300, 650]] = 5
+    seed = torch.arange(18, device=device)
+
+    def draw(impl):
+        return [
+            nl.sample(hidden, weight, temperature=6.0, seed=seed, logprobs=True, num_samples=2, impl=impl),
+            nl.sample(hidden, weight, temperature=6.0, seed=seed, logprobs=True, top_k=50, impl=impl),
+            nl.sample(hidden, weight, temperature=0.0, logprobs=True, impl=impl),
+            nl.sample_logits(tied, temperature=0.0, logprobs=True, impl=impl),
+        ]
+
+    want = draw("reference")
+    monkeypatch.setattr(streaming, "_CHUNK_ELEMENTS", 1)
+    for got, exact in zip(draw("torch"), want, strict=True):
+        assert torch.equal(got.tokens, exact.tokens)
+        for a, b in zip(got[1:], exact[1:], strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    assert want[-1].tokens.item() == 130
+
+
 def test_a_dropped_tile_is_seen(device, monkeypatch, request):
     """The control of the tests above: without the winners of one tile, tokens differ from the reference's."""
     if device.type == "cpu":
         request.getfixturevalue("interpreted")
     from nologits import fused
+    from nologits.kernels.config import TileConfig
 
     launch = fused.launch_tiles
 
@@ -196,6 +216,7 @@ def test_a_dropped_tile_is_seen(device, monkeypatch, request):
         return tiles
 
     monkeypatch.setattr(fused, "launch_tiles", drop)
+    monkeypatch.setattr(fused, "config_for", lambda source: TileConfig(128, 32, 32, 4, 2))
     hidden, weight = exact_operands(device, 18, 640, 32)
     seed = torch.arange(18, device=device)
     got, want = (nl.sample(hidden, weight, temperature=6.0, seed=seed, impl=name).tokens for name in ("triton", "reference"))

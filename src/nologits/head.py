@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .params import SamplingParams, check_device
+from .selection import MAX_VOCAB
 from .types import Candidates, LogprobsMode, Samples
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ def make_spec(weight: Tensor, bias: Tensor | None, scale: float, softcap: float 
     vocab = rows if vocab_size is None else vocab_size
     if isinstance(vocab, bool) or not isinstance(vocab, int) or not 1 <= vocab <= rows:
         raise ValueError(f"vocab_size must be an integer in [1, {rows}] (the rows of weight), got {vocab!r}")
+    if vocab > MAX_VOCAB:
+        raise ValueError(f"vocab_size must be at most {MAX_VOCAB}, got {vocab}")
     if bias is not None:
         if not isinstance(bias, Tensor) or bias.dim() != 1 or bias.shape[0] not in (vocab, rows):
             got = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ LogitBias = Tensor | tuple[Tensor, Tensor]
 UNSEEDED = -1
 """In a seed tensor: this row has no seed and draws fresh noise from torch's generator."""
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+_MAX_TEMPERATURE = torch.finfo(torch.float32).max / 32
+"""Noise reaches 22.9: from about 1.5e37 on, T * g would leave fp32."""
 _INTEGER_DTYPES = (torch.int32, torch.int64)
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -51,7 +53,9 @@ class SamplingParams:
     allowed_tokens: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, _FLOAT32_MAX, "a finite number >= 0")
+        _check_number("temperature", self.temperature, 0.0, sys.float_info.max, "a finite number >= 0")
+        if not isinstance(self.temperature, Tensor) and self.temperature > _MAX_TEMPERATURE:
+            raise ValueError(f"temperature must be at most {_MAX_TEMPERATURE:.4g}, got {self.temperature}")
         _check_number("top_p", self.top_p, 0.0, 1.0, "a number in [0, 1]", optional=True)
         _check_number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]", optional=True)
         _check_integer("top_k", self.top_k, -1, 2**31 - 1, "an integer >= -1")
