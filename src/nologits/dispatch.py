@@ -12,6 +12,7 @@ from .types import IMPLS
 
 
 def _find_triton() -> bool:
+    """Triton can be imported (found without importing it)."""
     try:
         return importlib.util.find_spec("triton") is not None
     except (ImportError, ValueError):  # a blocked or half-removed package
@@ -57,7 +58,7 @@ resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def triton_obstacle(device: torch.device) -> str:
     """Why the Triton kernels cannot run on ``device``; empty if they can."""
-    if not triton_installed():
+    if not _TRITON_FOUND:
         return "Triton is not installed"
     if device.type == "cpu":
         return "" if os.environ.get("TRITON_INTERPRET") == "1" else "a CPU needs TRITON_INTERPRET=1"
@@ -66,8 +67,3 @@ def triton_obstacle(device: torch.device) -> str:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "the kernels need compute capability 8.0 or later"
     return ""
-
-
-def triton_installed() -> bool:
-    """Triton can be imported (found without importing it, once, when this module is)."""
-    return _TRITON_FOUND

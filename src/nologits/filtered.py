@@ -42,22 +42,21 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     logprobs, raw_logprobs = (torch.empty(batch, num_samples, device=device) if wanted else None for wanted in (processed, raw))
     log_mass = torch.empty(batch, device=device) if processed else None
     rows = rows.with_keys(batch, device)
-    nan = float("nan")
+    invalid = torch.empty(batch, dtype=torch.bool, device=device)
     for start, stop in row_blocks(batch, vocab, rows):
         some = rows.block(start, stop)
         head_logits = source.rows(start, stop).chunk(0, vocab)
         logits = transform(head_logits, some, 0, vocab)
-        invalid = invalid_rows(logits, some)
         kept = logits.masked_fill(~keep_mask(logits, some), float("-inf"))
         drawn = draw(kept, some, num_samples).clamp(min=0)
-        tokens[start:stop] = drawn.masked_fill(invalid[:, None], -1)
+        tokens[start:stop] = drawn
+        invalid[start:stop] = invalid_rows(logits, some)
         if logprobs is not None and log_mass is not None:
-            at = log_softmax_at(kept, drawn, some.temperature32)
-            logprobs[start:stop] = at.masked_fill(invalid[:, None], nan)
-            log_mass[start:stop] = log_total(logits, some.temperature32).masked_fill(invalid, nan)
+            logprobs[start:stop] = log_softmax_at(kept, drawn, some.temperature32)
+            log_mass[start:stop] = log_total(logits, some.temperature32)
         if raw_logprobs is not None:
-            raw_logprobs[start:stop] = log_softmax_at(head_logits, drawn, 1.0).masked_fill(invalid[:, None], nan)
-    return Samples(tokens, logprobs, raw_logprobs, log_mass)
+            raw_logprobs[start:stop] = log_softmax_at(head_logits, drawn, 1.0)
+    return Samples(tokens, logprobs, raw_logprobs, log_mass).invalidate(invalid)
 
 
 def filter_logits(logits: Tensor, source: Source, rows: RowParams, out: Tensor) -> None:

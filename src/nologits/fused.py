@@ -27,11 +27,7 @@ def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: in
     drawn = launch_merge(tiles, rows)
     if any(isinstance(value, Tensor) for value in (rows.top_k, rows.top_p, rows.min_p)):
         # Greedy rows come here with filters that do not matter, but whose impossible values do.
-        bad = rows.impossible(source.batch, source.device)
-        parts = (
-            part if part is None else part.masked_fill(bad.view(-1, *[1] * (part.dim() - 1)), torch.nan) for part in drawn[1:]
-        )
-        return Samples(drawn.tokens.masked_fill(bad[:, None], -1), *parts)
+        return drawn.invalidate(rows.impossible(source.batch, source.device))
     return drawn
 
 

@@ -58,9 +58,9 @@ class SamplingParams:
             raise ValueError(f"temperature must be at most {_MAX_TEMPERATURE:.4g}, got {self.temperature}")
         _check_number("top_p", self.top_p, 0.0, 1.0, "a number in [0, 1]", optional=True)
         _check_number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]", optional=True)
-        _check_integer("top_k", self.top_k, -1, 2**31 - 1, "an integer >= -1")
-        _check_integer("seed", self.seed, -(2**63), 2**64 - 2, "an integer of 64 bits")
-        _check_integer("position", self.position, 0, 2**63 - 1, "an integer in [0, 2**63)")
+        _check_integer("top_k", self.top_k, -1, 2**31 - 1, "an integer >= -1", optional=True)
+        _check_integer("seed", self.seed, -(2**63), 2**64 - 2, "an integer of 64 bits", optional=True)
+        _check_integer("position", self.position, 0, 2**63 - 1, "an integer in [0, 2**63)", optional=True)
 
 
 class RowParams(NamedTuple):
@@ -172,8 +172,6 @@ def make_rows(params: SamplingParams, batch: int, vocab: int, device: torch.devi
 
 
 def check_num_samples(num_samples: int) -> None:
-    if num_samples is None or isinstance(num_samples, Tensor):
-        raise ValueError(f"num_samples must be an integer in [0, 2**24), got a {type(num_samples).__name__}")
     _check_integer("num_samples", num_samples, 0, MAX_SAMPLES - 1, "an integer in [0, 2**24)")
 
 
@@ -186,9 +184,11 @@ def _check_number(name: str, value: object, low: float, high: float, must: str, 
         raise ValueError(f"{name} must be {must}, got {value}")
 
 
-def _check_integer(name: str, value: object, low: int, high: int, must: str) -> None:
-    if value is None or isinstance(value, Tensor):
+def _check_integer(name: str, value: object, low: int, high: int, must: str, optional: bool = False) -> None:
+    if optional and (value is None or isinstance(value, Tensor)):
         return
+    if isinstance(value, Tensor):
+        raise ValueError(f"{name} must be {must}, got a Tensor")
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be {must}, got {value!r}")
     if not low <= value <= high:

@@ -22,7 +22,6 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     """Draws ``[B, S]`` tokens; ``processed`` and ``raw`` ask for the log-probabilities (and log-mass) of that kind."""
     head_logits = source.chunk(0, source.vocab)
     logits = transform(head_logits, rows, 0, source.vocab)
-    invalid = invalid_rows(logits, rows)
     kept = logits
     if rows.filtered:
         order, counts = count_sorted(logits, rows)
@@ -35,11 +34,10 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     logprobs = raw_logprobs = log_mass = None
     if processed:
         logprobs = log_softmax_at(kept, tokens, rows.temperature32)
-        logprobs = logprobs.masked_fill(invalid[:, None], float("nan"))
-        log_mass = log_total(logits, rows.temperature32).masked_fill(invalid, float("nan"))
+        log_mass = log_total(logits, rows.temperature32)
     if raw:
-        raw_logprobs = log_softmax_at(head_logits, tokens, 1.0).masked_fill(invalid[:, None], float("nan"))
-    return Samples(tokens.masked_fill(invalid[:, None], -1), logprobs, raw_logprobs, log_mass)
+        raw_logprobs = log_softmax_at(head_logits, tokens, 1.0)
+    return Samples(tokens, logprobs, raw_logprobs, log_mass).invalidate(invalid_rows(logits, rows))
 
 
 def scores(logits: Tensor, rows: RowParams, start: int, sample: int) -> Tensor:

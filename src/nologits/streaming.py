@@ -54,14 +54,13 @@ def _stream(source: Source, rows: RowParams, num_samples: int, processed: bool, 
             tokens[:, s] = torch.where(better, index.squeeze(1) + start, tokens[:, s])
             picked[:, s] = torch.where(better, logits.gather(1, index).squeeze(1), picked[:, s])
             picked_raw[:, s] = torch.where(better, head_logits.gather(1, index).squeeze(1), picked_raw[:, s])
-    invalid = ~(mass.peak > float("-inf")) | rows.impossible(batch, device)
-    nan = float("nan")
-    return Samples(
-        tokens.masked_fill(invalid[:, None], -1),
-        mass.logprob(picked).masked_fill(invalid[:, None], nan) if processed else None,
-        raw_mass.logprob(picked_raw).masked_fill(invalid[:, None], nan) if raw else None,
-        mass.log_total().masked_fill(invalid, nan) if processed else None,
+    drawn = Samples(
+        tokens,
+        mass.logprob(picked) if processed else None,
+        raw_mass.logprob(picked_raw) if raw else None,
+        mass.log_total() if processed else None,
     )
+    return drawn.invalidate(~(mass.peak > float("-inf")) | rows.impossible(batch, device))
 
 
 class RunningMass:

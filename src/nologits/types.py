@@ -32,6 +32,16 @@ class Samples(NamedTuple):
     raw_logprobs: Tensor | None = None
     log_mass: Tensor | None = None
 
+    def invalidate(self, rows: Tensor) -> Samples:
+        """The same draws (``[B, S]``) with the marked rows (bool ``[B]``) invalid: token -1, NaN elsewhere."""
+        column, nan = rows[:, None], float("nan")
+        return Samples(
+            self.tokens.masked_fill(column, -1),
+            None if self.logprobs is None else self.logprobs.masked_fill(column, nan),
+            None if self.raw_logprobs is None else self.raw_logprobs.masked_fill(column, nan),
+            None if self.log_mass is None else self.log_mass.masked_fill(rows, nan),
+        )
+
 
 class Candidates(NamedTuple):
     """The kept set of every row, in the order of the contract: logit descending, id ascending.

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from ..cli.console import UserError, notes
 from .cases import BATCHES, CASES, MODES
 from .providers import PROVIDERS
 from .suite import run
@@ -32,16 +32,15 @@ def bench(
     batches = batch or list(BATCHES)
     if min(batches) < 1:
         raise typer.BadParameter(f"must be at least 1, got {min(batches)}", param_hint="--batch")
-    console = Console(stderr=True)
     if not torch.cuda.is_available():
-        console.print("error: bench must run on a machine with a CUDA GPU, got none", style="red")
-        raise typer.Exit(2)
+        raise UserError("bench must run on a machine with a CUDA GPU, got none")
+    console = notes()
     record = run(cases, batches, modes, providers, repeats, console.print)
     console.print(table(record))
+    print(json.dumps(record))  # first, so that a path that cannot be written loses no measurement
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record))
 
 
 def _known(name: str, values: list[str], known: Sequence[str]) -> list[str]:

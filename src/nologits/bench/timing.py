@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 FLUSH_BYTES = 256 << 20
-"""Several times the L2 cache of an H200 (50 MB)."""
+"""Several times the L2 cache of an H200 (60 MB)."""
 
 
 class Timing(NamedTuple):
