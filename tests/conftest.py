@@ -45,12 +45,15 @@ def size(request):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Scratch memory that starts as NaN, or as an integer that would win every comparison: an unwritten slot shows."""
+    """Scratch memory that starts as NaN, as an integer that would win every comparison, or as True: an
+    unwritten slot shows."""
     for name in ("empty", "empty_like"):
         make = getattr(torch, name)
 
         def fill(*args, make=make, **kwargs):
             out = make(*args, **kwargs)
+            if out.dtype == torch.bool:
+                return out.fill_(True)
             return out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).max - 7)
 
         monkeypatch.setattr(torch, name, fill)
