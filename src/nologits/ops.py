@@ -33,11 +33,15 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def implementation(impl: str) -> Callable[..., Samples]:
-    """The function behind a resolved implementation's name; Triton is imported here and nowhere else."""
+    """The function behind a resolved implementation's name; Triton and CUDA are imported here and nowhere else."""
     if impl == "triton":
         from . import fused
 
         return fused.sample
+    if impl == "hopper":
+        from . import hopper
+
+        return hopper.sample
     from . import reference, streaming
 
     return {"reference": reference.sample, "torch": streaming.sample}[impl]
@@ -49,7 +53,7 @@ def make_source(hidden: Tensor, head: HeadSpec, impl: str) -> HiddenSource:
 
 def row_source(source: HiddenSource, impl: str) -> Source:
     """Where whole rows of a head's logits come from under ``impl``."""
-    if impl == "triton":
+    if impl in ("triton", "hopper"):
         from .fused import KernelSource
 
         return KernelSource(source)

@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-Impl = Literal["auto", "reference", "torch", "triton"]
+Impl = Literal["auto", "reference", "torch", "triton", "hopper"]
 LogprobsMode = Literal[False, "processed", "raw", True]
 
-IMPLS: tuple[str, ...] = ("auto", "reference", "torch", "triton")
+IMPLS: tuple[str, ...] = ("auto", "reference", "torch", "triton", "hopper")
 
 
 class Samples(NamedTuple):

@@ -1,4 +1,8 @@
-"""What is measured: LM heads of real models by V and D, batch sizes, and the inputs made for them."""
+"""What is measured: LM heads of real models by V and D, batch sizes, modes, and the inputs made for them.
+
+V is the number of rows of the model's head as published (``vocab_size`` of its configuration, padding included), D its
+hidden size. Heads of one shape are one case; the other models' names are aliases of it.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,42 @@ import nologits as nl
 
 
 class Case(NamedTuple):
-    """An LM head by its shape."""
+    """An LM head by its shape, and the models that have it."""
 
     name: str
     vocab: int
     depth: int
-    model: str
+    models: str
 
 
 CASES = (
     Case("small", 151_936, 4_096, "Qwen3-8B"),
     Case("large", 128_256, 8_192, "Llama-3-70B"),
+    Case("llama-3-8b", 128_256, 4_096, "Llama-3-8B"),
+    Case("qwen3-0.6b", 151_936, 1_024, "Qwen3-0.6B"),
     Case("qwen3-1.7b", 151_936, 2_048, "Qwen3-1.7B"),
-    Case("gpt-oss-120b", 201_088, 2_880, "gpt-oss-120b"),
+    Case("qwen3-4b", 151_936, 2_560, "Qwen3-4B"),
+    Case("qwen3-14b", 151_936, 5_120, "Qwen3-14B, Qwen3-32B"),
+    # The multimodal sizes, 4B and up, have 64 more rows, for images.
+    Case("gemma-3-270m", 262_144, 640, "Gemma-3-270M"),
+    Case("gemma-3-1b", 262_144, 1_152, "Gemma-3-1B"),
+    Case("gemma-3-4b", 262_208, 2_560, "Gemma-3-4B"),
+    Case("gemma-3-12b", 262_208, 3_840, "Gemma-3-12B"),
+    Case("gemma-3-27b", 262_208, 5_376, "Gemma-3-27B"),
+    Case("gpt-oss-120b", 201_088, 2_880, "gpt-oss-20b, gpt-oss-120b"),
+    Case("deepseek-v3", 129_280, 7_168, "DeepSeek-V3"),
+    Case("kimi-k2", 163_840, 7_168, "Kimi-K2"),
 )
 
+ALIASES = {"qwen3-8b": "small", "llama-3-70b": "large", "qwen3-32b": "qwen3-14b", "gpt-oss-20b": "gpt-oss-120b"}
+"""Other names of cases."""
+
 MODES = ("plain", "logprobs", "greedy")
-BATCHES = (1, 16, 64, 128, 256)
+"""A draw at temperature 1, the same with each token's log-probability, and the largest logit. Rows are always seeded."""
+
+ALL_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+DEFAULT_CASES = ("small", "large")
+DEFAULT_BATCHES = (1, 16, 64, 128, 256)
 
 
 class Inputs(NamedTuple):
@@ -51,6 +74,20 @@ def make_inputs(weight: Tensor, batch: int, mode: str) -> Inputs:
     generator = torch.Generator(weight.device).manual_seed(batch)
     hidden = torch.empty(batch, weight.shape[1], dtype=weight.dtype, device=weight.device)
     hidden.normal_(generator=generator)
-    rows = torch.arange(batch, device=weight.device)
-    temperature = 0.0 if mode == "greedy" else torch.ones(batch, device=weight.device)
-    return Inputs(hidden, weight, nl.LMHead(weight), nl.SamplingParams(temperature=temperature, seed=rows, position=rows))
+    return Inputs(hidden, weight, nl.LMHead(weight), make_params(torch.arange(batch, device=weight.device), mode))
+
+
+def make_params(rows: Tensor, mode: str) -> nl.SamplingParams:
+    """The parameters of the given rows (int64 ``[B]``) of a cell."""
+    temperature = 0.0 if mode == "greedy" else torch.ones(len(rows), device=rows.device)
+    return nl.SamplingParams(temperature=temperature, seed=rows, position=rows)
+
+
+def traffic_bytes(vocab: int, depth: int, batch: int) -> int:
+    """What any sampler has to read: the head and the hidden states, once, in bf16."""
+    return 2 * depth * (vocab + batch)
+
+
+def operations(vocab: int, depth: int, batch: int) -> int:
+    """Floating-point operations of the LM head's matmul."""
+    return 2 * vocab * depth * batch

@@ -1,63 +1,159 @@
-"""The command line of the benchmark: a table on the terminal, JSON in a file and on the last line of stdout."""
+"""The command line of the benchmark: tables on the terminal, JSON, CSV and plots in files, JSON on the last line of stdout."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..cli.console import UserError, notes
-from .cases import BATCHES, CASES, MODES
+from .cases import ALIASES, ALL_BATCHES, CASES, DEFAULT_BATCHES, DEFAULT_CASES, MODES
 from .providers import PROVIDERS
-from .suite import run
+from .report import load, tables, write_csv
+from .suite import Plan, run
+
+_PIPED_COLUMNS = 120
+
+bench = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+Plots = Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Where to write PNG plots (needs matplotlib).")]
 
 
-def bench(
-    case: Annotated[list[str] | None, typer.Option(help="LM head to measure; repeat for several.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Batch size; repeat for several.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="plain, logprobs or greedy; repeat for several.")] = None,
-    provider: Annotated[list[str] | None, typer.Option(help="Who is measured; repeat for several.")] = None,
+@bench.callback(invoke_without_command=True)
+def measure(
+    context: typer.Context,
+    case: Annotated[list[str] | None, typer.Option(help="LM heads, by case or model, or all. Default: small,large.")] = None,
+    batch: Annotated[list[str] | None, typer.Option(help="Batch sizes, or all. Default: 1,16,64,128,256.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="plain, logprobs, greedy, or all. Default: plain.")] = None,
+    provider: Annotated[list[str] | None, typer.Option(help="Who is measured. Default: all.")] = None,
     repeats: Annotated[int, typer.Option(help="Repetitions of each cell.", min=3)] = 40,
-    output: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Where to write the rows as CSV.")] = None,
+    plots: Plots = None,
 ) -> None:
-    """Time the fused draw beside the LM-head matmul alone and other samplers (needs a CUDA GPU)."""
-    cases = _known("case", case or ["small", "large"], [c.name for c in CASES])
-    modes = _known("mode", mode or ["plain"], MODES)
-    providers = _known("provider", provider or list(PROVIDERS), list(PROVIDERS))
-    batches = batch or list(BATCHES)
-    if min(batches) < 1:
-        raise typer.BadParameter(f"must be at least 1, got {min(batches)}", param_hint="--batch")
+    """Time the fused draw beside the LM-head matmul alone and other samplers (needs a CUDA GPU).
+
+    Options that name several things take a list with commas, or are repeated.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    cases = [ALIASES.get(name, name) for name in _chosen("case", case, DEFAULT_CASES, [c.name for c in CASES], ALIASES)]
+    plan = Plan(
+        list(dict.fromkeys(cases)),
+        _batches(batch),
+        _chosen("mode", mode, ("plain",), MODES),
+        _chosen("provider", provider, tuple(PROVIDERS), tuple(PROVIDERS)),
+        repeats,
+    )
+    if plots is not None:
+        _require_matplotlib()
     if not torch.cuda.is_available():
         raise UserError("bench must run on a machine with a CUDA GPU, got none")
-    console = notes()
-    record = run(cases, batches, modes, providers, repeats, console.print)
-    console.print(table(record))
-    print(json.dumps(record))  # first, so that a path that cannot be written loses no measurement
+    console = _wide(notes())
+    record = _run(plan, console)
+    console.print(tables(record))
+    print(json.dumps(record), flush=True)  # first, so that a path that cannot be written loses no measurement
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record, indent=1) + "\n")
+    if csv is not None:
+        write_csv(record, csv)
+    if plots is not None:
+        _plot(record, plots, None, None)
 
 
-def _known(name: str, values: list[str], known: Sequence[str]) -> list[str]:
-    for value in values:
-        if value not in known:
-            raise typer.BadParameter(f"must be one of {', '.join(known)}, got {value}", param_hint=f"--{name}")
-    return values
+@bench.command()
+def plot(
+    record: Annotated[Path, typer.Argument(metavar="RECORD", help="The JSON of an earlier run.")],
+    plots: Plots = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Where to write the rows as CSV.")] = None,
+    read_gbps: Annotated[
+        float | None, typer.Option(help="Memory ceiling of the roofline, GB/s. Default: the record's.", min=1)
+    ] = None,
+    matmul_tflops: Annotated[
+        float | None, typer.Option(help="cuBLAS's best rate, TFLOP/s. Default: the record's.", min=1)
+    ] = None,
+) -> None:
+    """Show an earlier run again, as tables and plots (no GPU needed)."""
+    loaded = load(record)
+    if plots is not None:
+        _require_matplotlib()
+    _wide(notes()).print(tables(loaded))
+    if csv is not None:
+        write_csv(loaded, csv)
+    if plots is not None:
+        for path in _plot(loaded, plots, read_gbps, matmul_tflops):
+            typer.echo(path)
 
 
-def table(record: dict[str, Any]) -> Table:
-    """The record as a table: time, spread, ratio to the matmul, extra memory."""
-    title = f"{record['gpu']}, torch {record['torch']}, triton {record['triton']}, {record['commit']}"
-    out = Table(title=title)
-    for name in ("case", "B", "mode", "provider", "us", "p20-p80", "x matmul", "extra MB"):
-        out.add_column(name, justify="left" if name in ("case", "mode", "provider") else "right")
-    for row in record["rows"]:
-        spread = f"{row['p20_us']:.0f}-{row['p80_us']:.0f}"
-        cells = (row["case"], str(row["B"]), row["mode"], row["provider"], f"{row['us']:.1f}", spread)
-        out.add_row(*cells, f"{row['ratio_to_matmul']:.3f}", f"{row['extra_bytes'] / 1e6:.2f}")
-    return out
+def _run(plan: Plan, console: Console) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("ceilings", total=plan.cells)
+        started = 0
+
+        def begin(cell: str) -> None:
+            nonlocal started
+            progress.update(task, description=cell, completed=started)
+            started += 1
+            if not console.is_terminal:  # the bar is drawn on terminals only
+                console.print(cell)
+
+        return run(plan, lambda line: console.print(f"  {line}"), begin)
+
+
+def _plot(record: dict[str, Any], folder: Path, read_gbps: float | None, matmul_tflops: float | None) -> list[Path]:
+    from .plots import write_plots
+
+    return write_plots(record, folder, read_gbps, matmul_tflops)
+
+
+def _require_matplotlib() -> None:
+    """Before anything is measured, so that no run is lost to a missing package."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plots needs matplotlib: pip install 'nologits[bench]'")
+
+
+def _wide(console: Console) -> Console:
+    """A console whose tables do not fold at 80 columns where nobody's terminal has 80."""
+    if not console.is_terminal:
+        console.width = _PIPED_COLUMNS
+    return console
+
+
+def _split(values: Sequence[str] | None) -> list[str]:
+    return [word.strip() for value in values or () for word in value.split(",") if word.strip()]
+
+
+def _chosen(
+    name: str,
+    values: Sequence[str] | None,
+    default: Sequence[str],
+    known: Sequence[str],
+    aliases: Mapping[str, str] | None = None,
+) -> list[str]:
+    words = _split(values) or list(default)
+    if "all" in words:
+        return list(known)
+    for word in words:
+        if word not in known and word not in (aliases or {}):
+            names = ", ".join([*known, *(aliases or {}), "all"])
+            raise UserError(f"--{name} must be one of {names}, got {word!r}")
+    return list(dict.fromkeys(words))
+
+
+def _batches(values: Sequence[str] | None) -> list[int]:
+    words = _split(values)
+    if "all" in words:
+        return list(ALL_BATCHES)
+    for word in words:
+        if not word.isdecimal() or int(word) < 1:
+            raise UserError(f"--batch must be an integer of at least 1, or all, got {word!r}")
+    return sorted({int(word) for word in words}) or list(DEFAULT_BATCHES)

@@ -15,6 +15,9 @@ import torch
 FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of an H200 (60 MB)."""
 
+READ_BYTES = 2 << 30
+"""As much as the larger heads: a kernel's start and end weigh no more than in their cells."""
+
 
 class Timing(NamedTuple):
     """Microseconds over the repetitions of one provider."""
@@ -23,6 +26,13 @@ class Timing(NamedTuple):
     p20_us: float
     p80_us: float
     captured: bool
+
+
+class Ceilings(NamedTuple):
+    """What this GPU reaches: reading memory, in GB/s, and cuBLAS's best bf16 matmul, in TFLOP/s."""
+
+    read_gbps: float
+    matmul_tflops: float
 
 
 def measure(providers: dict[str, Callable[[], object]], repeats: int = 40) -> dict[str, Timing]:
@@ -39,7 +49,30 @@ def measure(providers: dict[str, Callable[[], object]], repeats: int = 40) -> di
             stop.record()
             stop.synchronize()
             times[name].append(start.elapsed_time(stop) * 1e3)
-    return {name: _summary(values, runs[name][1]) for name, values in times.items()}
+    return {name: summary(values, runs[name][1]) for name, values in times.items()}
+
+
+def measure_ceilings(repeats: int = 20) -> Ceilings:
+    """Both ceilings, by the same clock as the cells.
+
+    Bandwidth is the best of two reductions, cuBLAS's product with one vector and a copy (which counts its bytes twice): no
+    one kernel is the fastest reader on every GPU. The matmul is 8,192 cubed on random numbers, because zeros draw less power
+    and let the clock rise.
+    """
+    data = torch.empty(READ_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    side = 8_192
+    words, matrix, target = data.view(torch.int32), data.view(-1, side), torch.empty_like(data)
+    reads: dict[str, Callable[[], object]] = {
+        "sum": lambda: data.sum(dtype=torch.float32),
+        "max": lambda: words.amax(),
+        "vector": lambda: matrix @ matrix[0],
+        "copy": lambda: target.copy_(data),
+    }
+    times = measure(reads, repeats)
+    bandwidth = max(READ_BYTES * (2 if name == "copy" else 1) / timing.us for name, timing in times.items()) / 1e3
+    square = matrix[:side]
+    product = measure({"matmul": lambda: square @ square}, repeats)["matmul"]
+    return Ceilings(round(bandwidth, 1), round(2 * side**3 / product.us / 1e6, 1))
 
 
 def extra_bytes(call: Callable[[], object]) -> int:
@@ -51,6 +84,13 @@ def extra_bytes(call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def summary(values: list[float], captured: bool) -> Timing:
+    """Median, 20th and 80th percentile."""
+    ranked = sorted(values)
+    at = [ranked[min(int(len(ranked) * share), len(ranked) - 1)] for share in (0.5, 0.2, 0.8)]
+    return Timing(at[0], at[1], at[2], captured)
 
 
 def _capture(call: Callable[[], object]) -> tuple[Callable[[], object], bool]:
@@ -67,9 +107,3 @@ def _capture(call: Callable[[], object]) -> tuple[Callable[[], object], bool]:
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay, True
-
-
-def _summary(values: list[float], captured: bool) -> Timing:
-    ranked = sorted(values)
-    at = [ranked[min(int(len(ranked) * share), len(ranked) - 1)] for share in (0.5, 0.2, 0.8)]
-    return Timing(at[0], at[1], at[2], captured)

@@ -52,3 +52,20 @@ def tile_config(arch: str, dtype: torch.dtype, vocab: int, depth: int, batch: in
         block_b = 32 if batch <= 32 else 64
         return TileConfig(256, block_b, 64, 8, 4) if arch == "sm90" else TileConfig(128, block_b, 64, 4, 3)
     return TileConfig(128, 128, 64, 8, 4) if arch == "sm90" else TileConfig(128, 64, 64, 4, 3)
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """Launch of the Hopper kernel: consumer warpgroups (64 rows each), pipeline stages, blocks that share weight tiles."""
+
+    consumers: int
+    stages: int
+    cluster: int
+    lag: int = 0
+
+
+def hopper_config(batch: int) -> HopperConfig:
+    """The Hopper kernel's launch for ``batch`` rows."""
+    if batch <= 64:
+        return HopperConfig(consumers=1, stages=5, cluster=1)
+    return HopperConfig(consumers=2, stages=4, cluster=2 if -(-batch // 128) % 2 == 0 else 1)

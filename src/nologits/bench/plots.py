@@ -1,0 +1,175 @@
+"""Figures of a record: time against B, ratio to the matmul alone against B, roofline; one PNG for each case and mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from .cases import operations, traffic_bytes
+from .report import groups, models, title
+
+Row = dict[str, Any]
+Line = list[Row]
+
+# Okabe and Ito's palette, told apart with any colour vision; markers repeat the distinction for print.
+STYLES = {
+    "nologits-hopper": ("#D55E00", "o"),
+    "nologits-triton": ("#E69F00", "s"),
+    "matmul": ("#000000", "x"),
+    "multinomial": ("#56B4E9", "v"),
+    "multinomial-compiled": ("#0072B2", "^"),
+    "flashinfer-gumbel": ("#009E73", "D"),
+    "flashinfer-topk-topp": ("#882255", "P"),
+    "flashsampling": ("#CC79A7", "*"),
+}
+_UNKNOWN = ("#888888", ".")
+_TIMES = tuple(value * 10**power for power in range(7) for value in (1, 1.5, 2, 3, 4, 5, 7))
+_RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7, 10, 15, 20)
+_MODES = {"plain": "draw", "logprobs": "draw and its log-probability", "greedy": "argmax"}
+
+
+def write_plots(
+    record: dict[str, Any], folder: Path, read_gbps: float | None = None, matmul_tflops: float | None = None
+) -> list[Path]:
+    """Writes the figures.
+
+    Args:
+        record: of any suite.
+        folder: where to; made if it is not there.
+        read_gbps: memory ceiling of the roofline, GB/s; default: the record's, and none where it has none.
+        matmul_tflops: compute ceiling, cuBLAS's best measured rate in TFLOP/s; likewise.
+
+    Returns:
+        The files, ``<suite>-<case>-<mode>.png``.
+    """
+    read = read_gbps or record.get("read_gbps")
+    peak = matmul_tflops or record.get("matmul_tflops")
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for (case, mode), rows in groups(record["rows"]):
+        path = folder / f"{record['suite']}-{case}-{mode}.png"
+        _figure(record, rows, read, peak).savefig(path, dpi=130)
+        paths.append(path)
+    return paths
+
+
+def lines(rows: list[Row]) -> dict[str, Line]:
+    """Each provider's rows by batch size. Of several configurations at one batch size, the fastest."""
+    out: dict[str, dict[int, Row]] = {}
+    for row in sorted(rows, key=lambda row: row["us"]):
+        out.setdefault(row["provider"], {}).setdefault(row["B"], row)
+    order = [*STYLES, *sorted(set(out) - set(STYLES))]
+    return {name: [out[name][batch] for batch in sorted(out[name])] for name in order if name in out}
+
+
+def _figure(record: dict[str, Any], rows: list[Row], read: float | None, peak: float | None) -> Figure:
+    first = rows[0]
+    figure = Figure(figsize=(16, 6), layout="constrained")
+    time, ratio, roof = figure.subplots(1, 3)
+    _plot_time(time, rows, read, peak)
+    _plot_ratio(ratio, rows)
+    _plot_roofline(roof, rows, read, peak)
+    what = _MODES.get(first["mode"], first["mode"])
+    head = f"From hidden states to a token ({what}), LM head of {models(first['case'])}: {first['V']:,} x {first['D']:,}, bf16"
+    figure.suptitle(f"{head}\n{title(record)}; cold L2, median, band p20-p80", fontsize=12)
+    handles, labels = time.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+    return figure
+
+
+def _plot_time(axis: Axes, rows: list[Row], read: float | None, peak: float | None) -> None:
+    for name, line in lines(rows).items():
+        colour, marker = STYLES.get(name, _UNKNOWN)
+        batches = [row["B"] for row in line]
+        axis.plot(batches, [row["us"] for row in line], color=colour, marker=marker, label=name, **_emphasis(name))
+        axis.fill_between(batches, [r["p20_us"] for r in line], [r["p80_us"] for r in line], color=colour, alpha=0.2, lw=0)
+    batches = sorted({row["B"] for row in rows})
+    if read and peak:
+        vocab, depth = rows[0]["V"], rows[0]["D"]
+        floor = [max(traffic_bytes(vocab, depth, b) / read / 1e3, operations(vocab, depth, b) / peak / 1e6) for b in batches]
+        axis.plot(batches, floor, color="#888888", ls="--", label="floor: one read of the head, or its matmul")
+    axis.set_yscale("log")
+    _batch_axis(axis, batches)
+    _ticks(axis, _TIMES, "{:,.0f}")
+    axis.set_ylabel("GPU time, us")
+    axis.set_title("Time")
+
+
+def _plot_ratio(axis: Axes, rows: list[Row]) -> None:
+    for name, line in lines(rows).items():
+        points = [(row["B"], row["ratio_to_matmul"]) for row in line if row["ratio_to_matmul"] is not None]
+        colour, marker = STYLES.get(name, _UNKNOWN)
+        if points and name != "matmul":
+            axis.plot(*zip(*points, strict=True), color=colour, marker=marker, **_emphasis(name))
+    axis.axhline(1, color="black", lw=1.2)
+    # Logarithmic, so that the slowest peer does not flatten what happens near 1.
+    axis.set_yscale("log")
+    _ticks(axis, _RATIOS, "{:g}")
+    _batch_axis(axis, sorted({row["B"] for row in rows}))
+    axis.set_ylabel("time / time of the LM-head matmul alone")
+    axis.set_title("Ratio to the matmul alone (lower is better)")
+
+
+def _plot_roofline(axis: Axes, rows: list[Row], read: float | None, peak: float | None) -> None:
+    vocab, depth = rows[0]["V"], rows[0]["D"]
+    intensity = {b: operations(vocab, depth, b) / traffic_bytes(vocab, depth, b) for b in {row["B"] for row in rows}}
+    for name, line in lines(rows).items():
+        colour, marker = STYLES.get(name, _UNKNOWN)
+        rate = [operations(vocab, depth, row["B"]) / row["us"] / 1e6 for row in line]
+        axis.plot([intensity[row["B"]] for row in line], rate, color=colour, marker=marker, **_emphasis(name))
+    low, high = min(intensity.values()) / 1.5, max(intensity.values()) * 1.7
+    if read and peak:
+        ridge = peak * 1e3 / read
+        ends = sorted({low, min(max(ridge, low), high), high})
+        axis.plot(ends, [min(read * x / 1e3, peak) for x in ends], color="black", lw=1.2)
+    if read:
+        if not peak:
+            axis.plot([low, high], [read * low / 1e3, read * high / 1e3], color="black", lw=1.2)
+        # Above the roof, clear of the lines that hug it.
+        axis.annotate(f"measured read bandwidth, {read / 1e3:.2f} TB/s", (low * 1.5, read * low * 1.5 / 1e3), rotation=45,
+                      rotation_mode="anchor", transform_rotates_text=True, xytext=(-9, 11), textcoords="offset points",
+                      fontsize=9)  # fmt: skip
+    if peak:
+        if not read:
+            axis.plot([low, high], [peak, peak], color="black", lw=1.2)
+        axis.annotate(f"cuBLAS's best measured rate, {peak:,.0f} TFLOP/s", (high, peak), ha="right", va="bottom",
+                      xytext=(-4, 3), textcoords="offset points", fontsize=9)  # fmt: skip
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlim(low, high)
+    if peak:
+        axis.set_ylim(top=peak * 2)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_xlabel("arithmetic intensity, FLOP per byte (about B)")
+    axis.set_ylabel("achieved, TFLOP/s")
+    axis.grid(True, which="major", color="#dddddd", lw=0.6)
+    axis.set_title("Roofline")
+
+
+def _ticks(axis: Axes, steps: Sequence[float], form: str) -> None:
+    """Labels at the steps given: values lie within a decade or two, where powers of ten leave an axis all but bare."""
+    low, high = axis.get_ylim()
+    axis.set_yticks([step for step in steps if low <= step <= high])
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
+    axis.yaxis.set_minor_locator(NullLocator())
+
+
+def _batch_axis(axis: Axes, batches: list[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(batches, [str(batch) for batch in batches])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("batch size B")
+    axis.grid(True, which="major", color="#dddddd", lw=0.6)
+
+
+def _emphasis(name: str) -> dict[str, Any]:
+    """Our lines are thicker and on top; the matmul, which samples nothing, is dashed."""
+    if name.startswith("nologits"):
+        return {"lw": 2.2, "markersize": 6, "zorder": 5}
+    return {"lw": 1.3, "markersize": 6, "zorder": 3, "ls": ":" if name == "matmul" else "-"}

@@ -1,0 +1,141 @@
+"""Launches the Hopper kernels of the draw (``sm90/categorical.cu``, ``sm90/merge.cu``); what they compute is written there."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..params import RowParams
+from ..sources import HiddenSource
+from ..types import Samples
+from .arguments import on_device
+from .config import HopperConfig
+from .nvrtc import Kernel, load, tensor_map
+
+TILE_V, TILE_D, STAGE_ROWS = 256, 64, 64
+_MERGE_THREADS = 128
+_FLOAT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+_POINTERS = (
+    "bias", "logit_bias", "bias_ids", "bias_values", "allowed", "temperature", "seed", "position", "entropy",
+    "winners", "masses", "raw_masses", "tokens", "logprobs", "raw_logprobs", "log_masses",
+)  # fmt: skip
+_STRIDES = (
+    "stride_bias", "stride_logit_bias_b", "stride_logit_bias_v", "stride_bias_ids_b", "stride_bias_ids_k",
+    "stride_bias_values_b", "stride_bias_values_k", "stride_allowed_b", "stride_allowed_w", "stride_temperature",
+    "stride_seed", "stride_position",
+)  # fmt: skip
+_SIZES = ("B", "V", "D", "tiles", "slots", "row_blocks", "box_rows", "num_biased")
+_SCALARS = ("temperature_value", "scale", "softcap")
+
+
+class Params(ctypes.Structure):
+    """``Params`` of ``sm90/contract.cuh``, field by field."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in _POINTERS]
+        + [(name, ctypes.c_int64) for name in _STRIDES]
+        + [(name, ctypes.c_int32) for name in _SIZES]
+        + [(name, ctypes.c_float) for name in _SCALARS]
+    )
+
+
+def shared_bytes(config: HopperConfig) -> int:
+    """Shared memory of one block: stages, noise codes, barriers, and room to align the stages."""
+    stage = (TILE_V + STAGE_ROWS * config.consumers) * TILE_D * 2
+    codes = config.consumers * 128 * 16 * 8
+    return 1024 + config.stages * (stage + 16) + codes
+
+
+@lru_cache(maxsize=8)
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def grid(config: HopperConfig, batch: int, vocab: int, processors: int) -> tuple[int, int]:
+    """Blocks of rows, and how many blocks share the tiles of each (the slots of a row)."""
+    row_blocks = -(-batch // (STAGE_ROWS * config.consumers))
+    return row_blocks, max(1, min(-(-vocab // TILE_V), processors // row_blocks))
+
+
+def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig) -> Kernel:
+    """The tile kernel for these features, compiled on first use."""
+    head = source.head
+    defines = (
+        ("OPERAND", '"bf16"' if source.hidden.dtype == torch.bfloat16 else '"f16"'),
+        ("CONSUMERS", config.consumers), ("STAGES", config.stages), ("CLUSTER", config.cluster), ("LAG", int(config.lag)),
+        ("GREEDY", int(rows.greedy)), ("MASS", int(mass)), ("RAW", int(raw)),
+        ("BIAS", _float_type(head.bias)), ("HEAD_SCALE", int(head.scale != 1.0)), ("SOFTCAP", int(head.softcap is not None)),
+        ("LOGIT_BIAS", _float_type(rows.logit_bias)),
+        ("SPARSE_BIAS", int(rows.bias_ids is not None and rows.bias_ids.shape[1] > 0)),
+        ("ALLOWED", int(rows.allowed is not None)),
+    )  # fmt: skip
+    threads = 128 * (config.consumers + 1)
+    return load("categorical", "categorical_tiles", threads, shared_bytes(config), defines, _index(source.device))
+
+
+def merge_kernel(device: torch.device, greedy: bool, mass: bool, raw: bool) -> Kernel:
+    """The merge kernel for these features."""
+    defines = (("GREEDY", int(greedy)), ("MASS", int(mass)), ("RAW", int(raw)))
+    return load("merge", "categorical_merge", _MERGE_THREADS, 0, defines, _index(device))
+
+
+def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig) -> Samples:
+    """One draw a row; ``[B, 1]`` results. Operands must fit the copy engine (:func:`nologits.hopper.obstacle`)."""
+    hidden, head, device = source.hidden, source.head, source.device
+    batch, depth, vocab = *hidden.shape, head.vocab_size
+    row_blocks, slots = grid(config, batch, vocab, multiprocessors(device))
+    tiles = -(-vocab // TILE_V)
+    box_rows = min(STAGE_ROWS * config.consumers, -(-batch // 8) * 8)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    winners = empty(batch, slots, 2)
+    masses = empty(batch, tiles, 2) if mass else None
+    raw_masses = empty(batch, tiles, 2) if raw else None
+    out = Samples(
+        empty(batch, 1, dtype=torch.int64), empty(batch, 1) if mass else None, empty(batch, 1) if raw else None,
+        empty(batch) if mass else None,
+    )  # fmt: skip
+    per_row = isinstance(rows.temperature, Tensor)
+    tensors = {
+        "bias": head.bias, "logit_bias": rows.logit_bias, "bias_ids": rows.bias_ids, "bias_values": rows.bias_values,
+        "allowed": rows.allowed, "temperature": rows.temperature if per_row else None,
+        "seed": rows.seed, "position": rows.position, "entropy": rows.entropy,
+        "winners": winners, "masses": masses, "raw_masses": raw_masses,
+        "tokens": out.tokens, "logprobs": out.logprobs, "raw_logprobs": out.raw_logprobs, "log_masses": out.log_mass,
+    }  # fmt: skip
+    params = Params(
+        **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
+        stride_bias=_stride(head.bias, 0),
+        stride_logit_bias_b=_stride(rows.logit_bias, 0), stride_logit_bias_v=_stride(rows.logit_bias, 1),
+        stride_bias_ids_b=_stride(rows.bias_ids, 0), stride_bias_ids_k=_stride(rows.bias_ids, 1),
+        stride_bias_values_b=_stride(rows.bias_values, 0), stride_bias_values_k=_stride(rows.bias_values, 1),
+        stride_allowed_b=_stride(rows.allowed, 0), stride_allowed_w=_stride(rows.allowed, 1),
+        stride_temperature=_stride(tensors["temperature"], 0),
+        stride_seed=_stride(rows.seed, 0), stride_position=_stride(rows.position, 0),
+        B=batch, V=vocab, D=depth, tiles=tiles, slots=slots, row_blocks=row_blocks, box_rows=box_rows,
+        num_biased=rows.bias_ids.shape[1] if rows.bias_ids is not None else 0,
+        temperature_value=1.0 if per_row else rows.temperature, scale=head.scale, softcap=head.softcap or 1.0,
+    )  # fmt: skip
+    with on_device(device):
+        maps = [tensor_map(head.weight, TILE_V // config.cluster, TILE_D), tensor_map(hidden, box_rows, TILE_D)]
+        tile_kernel(source, rows, mass, raw, config).launch(row_blocks * slots, [*maps, params], device)
+        merge_kernel(device, rows.greedy, mass, raw).launch(batch, [params], device, dependent=True)
+    return out
+
+
+def _float_type(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else _FLOAT_TYPES[tensor.dtype]
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def _stride(tensor: Tensor | None, dim: int) -> int:
+    return tensor.stride(dim) if tensor is not None else 0

@@ -1,0 +1,491 @@
+// The draw, fused with the matmul that makes the logits, for Hopper's tensor cores (FlashSampling, stage 1).
+//
+//     score[b, v] = logits[b, v] + T[b] * g[b, v]          token[b] = argmax_v score, ties to the smaller id
+//
+// A persistent block owns 64 rows a consumer warpgroup and walks over tiles of 256 ids. One warpgroup keeps the copy engine
+// busy; each consumer multiplies 64 rows x 256 ids into its registers. The batch lies along M and the vocabulary along N, so a
+// thread holds 64 ids of two rows, among them the four ids of every noise group, and a row belongs to four lanes of one warp:
+// no reduction ever crosses a warp, and winners stay in registers until the block is done.
+//
+// The noise does not depend on the logits, so it is made while the tensor cores work. There are no registers to keep it in;
+// what is kept is one byte a token, an upper bound (contract.cuh), in shared memory. When a tile is done, one multiply-add a
+// token compares logit + bound with the best score so far, and only groups that could still win have their noise made again,
+// exactly. The bounds change how much work is done, never the result.
+//
+// Grid: blocks of rows (fastest, so that neighbours read the same weights at the same time) x slots; a cluster of two row
+// blocks shares each weight tile by multicast. Outputs: a winner a row and slot (logit and token: the merge makes its score
+// again), and for log-probabilities the largest logit of every tile and its mass relative to that.
+#include "contract.cuh"
+
+#ifndef CONSUMERS
+#define CONSUMERS 1
+#define STAGES 5
+#define LAG 0
+#define CLUSTER 1
+#define GREEDY 0
+#define MASS 0
+#define RAW 0
+#define BIAS 0
+#define HEAD_SCALE 0
+#define SOFTCAP 0
+#define LOGIT_BIAS 0
+#define SPARSE_BIAS 0
+#define ALLOWED 0
+#endif
+
+constexpr int TILE_V = 256;
+constexpr int TILE_D = 64;  // 128 bytes: the width of the swizzle
+constexpr int ROWS = 64 * CONSUMERS;
+constexpr int WEIGHT_BYTES = TILE_V * TILE_D * 2;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * TILE_D * 2;
+constexpr int SLOTS = 32;  // noise groups of a thread: 16 for each of its two rows
+constexpr int CODE_BYTES = CONSUMERS * 128 * SLOTS * 4;
+constexpr int STAGED = SLOTS * 4 / 16;  // float4s that fit where a thread's codes were
+// Bounds exceed the scores of winners by up to 0.25 + 0.09 (quantisation) + 0.02 (E against u), in units of the spread.
+constexpr float FIRST_ROUND = 0.36f;
+#ifndef NOISE_SHARE
+#define NOISE_SHARE SLOTS
+#endif
+constexpr u32 ALL = 0xFFFFFFFF;
+
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// ---- where things lie in a thread's accumulators: chunk c of 8 ids holds [row][id] in registers 4c .. 4c + 3
+
+__device__ __forceinline__ constexpr int chunk_of(int group, int word) {
+    return (group >> 3) * 16 + ((group >> 1) & 3) * 2 + (word & 1) + 8 * (word >> 1);
+}
+
+__device__ __forceinline__ constexpr int register_of(int group, int word, int half) {
+    return 4 * chunk_of(group, word) + 2 * half + (group & 1);
+}
+
+// First id of a group, relative to the tile and this lane's first id.
+__device__ __forceinline__ int group_offset(int group) {
+    return (group >> 3) * 128 + ((group >> 1) & 3) * 16 + (group & 1);
+}
+
+__device__ __forceinline__ constexpr int word_offset(int word) { return (word & 1) * 8 + (word >> 1) * 64; }
+
+template <int type>  // 1: fp32, 2: bf16, 3: fp16
+__device__ __forceinline__ float load_float(const void* pointer, i64 index) {
+    if constexpr (type == 1) return static_cast<const float*>(pointer)[index];
+    u32 bits = static_cast<const unsigned short*>(pointer)[index];
+    if constexpr (type == 2) return __uint_as_float(bits << 16);
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<unsigned short>(bits)));
+    return y;
+}
+
+__device__ __forceinline__ float tanh_of(float x) {
+    float decay = exp2_approx(fabsf(x) * (-2.0f * LOG2E));
+    return copysignf((1.0f - decay) / (1.0f + decay), x);
+}
+
+// What a consumer thread keeps of one of its two rows while it walks over the vocabulary.
+struct Row {
+    int row;
+    bool valid;
+    Stream stream;
+    float spread;   // T ln 2
+    float inverse;  // 1 / (T ln 2)
+    float floor;    // a bound below this cannot win
+    Candidate best;
+};
+
+// The best score of a row turns into the floor of its bounds: logit - 32 spread v < floor cannot reach that score, with
+// room for the rounding of both sides.
+__device__ __forceinline__ float floor_of(int order, float spread) {
+    if (order == NOTHING_ORDER) return -infinity();
+    if (order == NAN_ORDER) return infinity();
+    float score = order_score(order);
+    if (score == infinity()) return score;
+#if GREEDY
+    return score;
+#else
+    return score - spread * BOUND_OFFSET - (fabsf(score) + 128.0f * spread) * 4.8e-7f;
+#endif
+}
+
+__device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap* hidden, const Params& p, u32 stages, u32 full,
+                                        u32 empty, int row0, int tile, int tile_step) {
+    const u32 bytes = WEIGHT_BYTES + p.box_rows * TILE_D * 2;
+    Ring ring;
+    for (; tile < p.tiles; tile += tile_step) {
+        for (int d = 0; d < p.D; d += TILE_D) {
+            const u32 barrier = full + 8 * ring.stage, target = stages + ring.stage * STAGE_BYTES;
+            barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+            barrier_expect_bytes(barrier, bytes);
+#ifndef WPOL
+#define WPOL 0x1000000000000000
+#define HPOL 0x1000000000000000
+#endif
+#if CLUSTER == 1
+            copy_box(target, weight, barrier, d, tile * TILE_V, WPOL);
+#else
+            const u32 rank = cluster_rank();
+            copy_box_multicast(target + rank * (WEIGHT_BYTES / CLUSTER), weight, barrier, d, tile * TILE_V + rank * (TILE_V / CLUSTER),
+                               (1 << CLUSTER) - 1, WPOL);
+#endif
+            copy_box(target + WEIGHT_BYTES, hidden, barrier, d, row0, HPOL);
+            ring.advance();
+        }
+    }
+}
+
+__device__ __forceinline__ void release(u32 empty, int stage) {
+    if ((threadIdx.x & 31) < CLUSTER) {
+#if CLUSTER == 1
+        barrier_arrive(empty + 8 * stage);
+#else
+        barrier_arrive_remote(empty + 8 * stage, threadIdx.x & 31);
+#endif
+    }
+}
+
+// The head's own post-processing and what the request adds, in place; ids beyond the vocabulary become -inf.
+__device__ __forceinline__ void head_transform(float (&x)[128], const Params& p, int v0) {
+#if BIAS || HEAD_SCALE || SOFTCAP
+#pragma unroll
+    for (int i = 0; i < 128; ++i) {
+#if BIAS
+        const int id = v0 + 8 * (i >> 2) + (i & 1);
+        x[i] += id < p.V ? load_float<BIAS>(p.bias, id * p.stride_bias) : 0.0f;
+#endif
+#if HEAD_SCALE
+        x[i] *= p.scale;
+#endif
+#if SOFTCAP
+        x[i] = p.softcap * tanh_of(x[i] / p.softcap);
+#endif
+    }
+#endif
+    if (v0 + TILE_V > p.V) {
+#pragma unroll
+        for (int i = 0; i < 128; ++i)
+            if (v0 + 8 * (i >> 2) + (i & 1) >= p.V) x[i] = -infinity();
+    }
+}
+
+__device__ __forceinline__ void request_transform(float (&x)[128], const Params& p, const Row (&rows)[2], int v0) {
+#if LOGIT_BIAS
+#pragma unroll
+    for (int i = 0; i < 128; ++i) {
+        const Row& row = rows[(i >> 1) & 1];
+        const int id = v0 + 8 * (i >> 2) + (i & 1);
+        if (id < p.V && row.valid)
+            x[i] += load_float<LOGIT_BIAS>(p.logit_bias, row.row * p.stride_logit_bias_b + id * p.stride_logit_bias_v);
+    }
+#endif
+#if SPARSE_BIAS
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        for (int k = 0; rows[h].valid && k < p.num_biased; ++k) {
+            const i64 at = p.bias_ids[rows[h].row * p.stride_bias_ids_b + k * p.stride_bias_ids_k] - v0;
+            // Lane q of a row holds the ids that are 2q or 2q + 1 modulo 8; v0 is its first.
+            if (at < 0 || at >= TILE_V || (at & 7) > 1) continue;
+            const float value = p.bias_values[rows[h].row * p.stride_bias_values_b + k * p.stride_bias_values_k];
+#pragma unroll
+            for (int i = 0; i < 128; ++i)
+                if (((i >> 1) & 1) == h && 8 * (i >> 2) + (i & 1) == at) x[i] += value;
+        }
+    }
+#endif
+#if ALLOWED
+    const int shift = (threadIdx.x & 3) * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int w = 0; w < TILE_V / 32; ++w) {
+            const int word = (v0 >> 5) + w;
+            const bool inside = rows[h].valid && word * 32 < p.V;
+            const u32 bits = inside ? p.allowed[rows[h].row * p.stride_allowed_b + word * p.stride_allowed_w] >> shift : 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const int i = 4 * (4 * w + (j >> 1)) + 2 * h + (j & 1);
+                if (!(bits >> (8 * (j >> 1) + (j & 1)) & 1)) x[i] = -infinity();
+            }
+        }
+    }
+#endif
+}
+
+// The largest logit of each row in this tile and the sum of 2^((x - it) * inverse). The order of the terms is fixed.
+__device__ __forceinline__ void store_mass(const float (&x)[128], const Params& p, const Row (&rows)[2], float2* masses, int tile,
+                                           bool tempered) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float peak = -infinity();
+#pragma unroll
+        for (int i = 0; i < 64; ++i) peak = fmaxf(peak, x[4 * (i >> 1) + 2 * h + (i & 1)]);
+        peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
+        peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
+        const float reference = peak == -infinity() ? 0.0f : peak;
+        const float inverse = tempered ? rows[h].inverse : LOG2E;
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < 64; ++i) sum[i & 3] += exp2_approx((x[4 * (i >> 1) + 2 * h + (i & 1)] - reference) * inverse);
+        float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        total += __shfl_xor_sync(ALL, total, 1);
+        total += __shfl_xor_sync(ALL, total, 2);
+        if ((threadIdx.x & 3) == 0 && rows[h].valid) masses[static_cast<i64>(rows[h].row) * p.tiles + tile] = make_float2(peak, total);
+    }
+}
+
+// The largest bound of every group: slot 2g + h is group g of row h.
+__device__ __forceinline__ void group_bounds(float (&bounds)[SLOTS], const float (&x)[128], const Row (&rows)[2], const u32* codes) {
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+        const int g = slot >> 1, h = slot & 1;
+        float bound[4];
+#if !GREEDY
+        const u32 code = codes[slot * 32 + (threadIdx.x & 31)];
+#endif
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            bound[w] = x[register_of(g, w, h)];
+#if !GREEDY
+            bound[w] = __fmaf_rn(noise_code(code, w), -32.0f * rows[h].spread, bound[w]);
+#endif
+        }
+        bounds[slot] = max_or_nan(max_or_nan(bound[0], bound[1]), max_or_nan(bound[2], bound[3]));
+    }
+}
+
+// Exact scores of the ids of one slot, whose logits have been staged.
+__device__ __forceinline__ void consider(Row (&rows)[2], const float4& logits, int slot, int v0) {
+    const bool second = slot & 1;
+    const u32 group = v0 + group_offset(slot >> 1);
+    Candidate best = second ? rows[1].best : rows[0].best;
+    const float logit[4] = {logits.x, logits.y, logits.z, logits.w};
+#if !GREEDY
+    const float spread = second ? rows[1].spread : rows[0].spread;
+    const uint4 words = philox(group, second ? rows[1].stream : rows[0].stream);
+    const u32 word[4] = {words.x, words.y, words.z, words.w};
+#endif
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+#if GREEDY
+        const float value = logit[w];
+#else
+        const float value = score(logit[w], spread, word[w]);
+#endif
+        keep_better(best, {score_order(value), group + word_offset(w), logit[w]});
+    }
+    if (second) rows[1].best = best;
+    else rows[0].best = best;
+}
+
+// Updates the rows' winners with a tile. Groups whose bound reaches the floor of their row are considered, each by the lane
+// that holds it. A floor is known only once something has been considered, so the first round takes those near the
+// largest bound, which usually settles it; later rounds take what the floor found then leaves, until it leaves nothing.
+__device__ __forceinline__ void draw(const float (&x)[128], Row (&rows)[2], u32* codes, int v0) {
+    float bounds[SLOTS];
+    group_bounds(bounds, x, rows, codes);
+    float target[2];
+    bool hopeful = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float top = bounds[h];
+#pragma unroll
+        for (int slot = 2 + h; slot < SLOTS; slot += 2) top = max_or_nan(top, bounds[slot]);
+        top = max_or_nan(top, __shfl_xor_sync(ALL, top, 1));
+        top = max_or_nan(top, __shfl_xor_sync(ALL, top, 2));
+        hopeful |= rows[h].valid && !(top < rows[h].floor);  // not less: a NaN has to be seen
+        target[h] = fmaxf(rows[h].floor, top - FIRST_ROUND * rows[h].spread);
+    }
+    if (!__any_sync(ALL, hopeful)) return;
+    float4* const staged = reinterpret_cast<float4*>(codes) + (threadIdx.x & 31);  // in place of the codes
+    __syncwarp();                                                                  // which every lane has read
+    u32 open = (rows[0].valid ? 0x55555555u : 0) | (rows[1].valid ? 0xAAAAAAAAu : 0);
+    while (true) {
+        u32 reached = 0;
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; ++slot)
+            if (!(bounds[slot] < target[slot & 1])) reached |= 1u << slot;
+        reached &= open;
+        if (!__any_sync(ALL, reached)) break;
+
+        // Registers cannot be indexed by a number known at run time: the logits go through shared memory.
+        int count = 0;
+        u32 taken = 0;
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; ++slot) {
+            if ((reached >> slot & 1) && count < STAGED) {
+                staged[count * 32] = make_float4(x[register_of(slot >> 1, 0, slot & 1)], x[register_of(slot >> 1, 1, slot & 1)],
+                                                  x[register_of(slot >> 1, 2, slot & 1)], x[register_of(slot >> 1, 3, slot & 1)]);
+                taken |= 1u << slot;
+                ++count;
+            }
+        }
+        open &= ~taken;
+        for (int i = 0; taken; ++i, taken &= taken - 1) consider(rows, staged[i * 32], __ffs(taken) - 1, v0);
+        __syncwarp();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            int order = rows[h].best.order;
+            order = max(order, __shfl_xor_sync(ALL, order, 1));
+            order = max(order, __shfl_xor_sync(ALL, order, 2));
+            target[h] = rows[h].floor = floor_of(order, rows[h].spread);
+        }
+    }
+}
+
+__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32* codes, int row0, int tile,
+                                        int tile_step, int slot) {
+    const int lane = threadIdx.x & 31, consumer = threadIdx.x >> 7;
+    const int warp_row = row0 + 16 * (threadIdx.x >> 5);
+    const bool active = warp_row < p.B;  // warps without rows only take part in the multiplication
+
+    Row rows[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        Row& row = rows[h];
+        row.row = warp_row + (lane >> 2) + 8 * h;
+        row.valid = row.row < p.B;
+        const int at = row.valid ? row.row : 0;
+        const float temperature = row_temperature(p, at);
+        row.stream = row_stream(p, at);
+        row.spread = possible(temperature) ? temperature * LN2 : 0.0f;
+        row.inverse = row_inverse(temperature);
+        row.floor = -infinity();
+        row.best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+    }
+
+    const int steps = (p.D + TILE_D - 1) / TILE_D;
+    float x[128];
+    Ring ring;
+    for (; tile < p.tiles; tile += tile_step) {
+        const int v0 = tile * TILE_V + 2 * (lane & 3);
+
+        // Logits tile, and the bounds of its noise while the tensor cores work
+        int previous = 0, made = 0;
+        for (int step = 0; step < steps; ++step) {
+            const u32 weight = stages + ring.stage * STAGE_BYTES;
+            const u64 a = operand(weight + WEIGHT_BYTES + consumer * (64 * TILE_D * 2)), b = operand(weight);
+            barrier_wait(full + 8 * ring.stage, ring.parity);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < TILE_D / 16; ++k) wgmma_64x256x16(x, a + 2 * k, b + 2 * k, step + k > 0);
+            wgmma_commit();
+#if LAG
+            wgmma_wait<1>();
+            if (step > 0) release(empty, previous);
+#endif
+#if !GREEDY && !defined(NO_NOISE)
+            if (active) {
+                for (; made * steps < NOISE_SHARE * (step + 1); ++made) {
+                    const Stream& stream = made & 1 ? rows[1].stream : rows[0].stream;
+                    codes[made * 32 + lane] = noise_codes(philox(v0 + group_offset(made >> 1), stream));
+                }
+            }
+#endif
+#if !LAG
+            wgmma_wait<0>();
+            release(empty, ring.stage);
+#endif
+            previous = ring.stage;
+            ring.advance();
+        }
+#if LAG
+        wgmma_wait<0>();
+        release(empty, previous);
+#endif
+        if (!active) continue;
+#ifdef NO_EPILOGUE
+        if (x[0] != 12345.f) continue;
+#endif
+
+        // Transform
+        head_transform(x, p, v0);
+#if RAW
+        store_mass(x, p, rows, p.raw_masses, tile, false);
+#endif
+        request_transform(x, p, rows, v0);
+#if MASS
+        store_mass(x, p, rows, p.masses, tile, true);
+#endif
+
+        // Scores of those who could win
+        draw(x, rows, codes, v0);
+    }
+    allow_dependents();
+
+    // Reduce over the four lanes of a row and store
+    if (!active) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        Candidate best = rows[h].best;
+        keep_better(best, shuffle_xor(best, 1));
+        keep_better(best, shuffle_xor(best, 2));
+        if ((lane & 3) == 0 && rows[h].valid)
+            p.winners[static_cast<i64>(rows[h].row) * p.slots + slot] = make_float2(best.logit, __uint_as_float(best.token));
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (CONSUMERS + 1), 1)
+    categorical_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap hidden,
+                      const __grid_constant__ Params p) {
+    extern __shared__ unsigned char memory[];
+    // Stages first: the swizzle needs them at multiples of 1,024 bytes.
+    const u32 stages = (shared_address(memory) + 1023) & ~1023u;
+    unsigned char* const aligned = memory + (stages - shared_address(memory));
+    u32* const codes = reinterpret_cast<u32*>(aligned + STAGES * STAGE_BYTES);
+    const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES;
+
+#ifdef PROBE
+    u64 t0, c0 = clock64();
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t0));
+#endif
+    // Coordinates
+    const int row0 = (blockIdx.x % p.row_blocks) * ROWS, slot = blockIdx.x / p.row_blocks;
+    const int tile_step = gridDim.x / p.row_blocks;
+
+    if (threadIdx.x == 0) {
+        prefetch_map(&weight);
+        prefetch_map(&hidden);
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, CONSUMERS * 4 * CLUSTER);  // one arrival a consumer warp
+        }
+        barrier_init_fence();
+    }
+#if CLUSTER == 1
+    __syncthreads();
+#else
+    cluster_sync();
+#endif
+
+    if (threadIdx.x >= 128 * CONSUMERS) {
+#if CONSUMERS > 1
+        give_registers<24>();
+#endif
+        if (threadIdx.x < 128 * CONSUMERS + 32 && threadIdx.x == 128 * CONSUMERS) produce(&weight, &hidden, p, stages, full, empty, row0, slot, tile_step);
+        __syncwarp();
+#ifdef PROBE
+        if (threadIdx.x < 128 * CONSUMERS + 32) asm volatile("bar.sync 1, %0;" :: "n"(128 * CONSUMERS + 32));
+        if (threadIdx.x == 128 * CONSUMERS && blockIdx.x % 33 == 0) {
+            u64 t1, c1 = clock64();
+            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t1));
+            printf("block %d: %llu cycles %llu ns %.3f GHz\n", blockIdx.x, c1 - c0, t1 - t0, double(c1 - c0) / double(t1 - t0));
+        }
+#endif
+    } else {
+#if CONSUMERS > 1
+        take_registers<240>();
+#endif
+        consume(p, stages, full, empty, codes + (threadIdx.x >> 5) * (SLOTS * 32), row0, slot, tile_step, slot);
+#ifdef PROBE
+        asm volatile("bar.sync 1, %0;" :: "n"(128 * CONSUMERS + 32));
+#endif
+    }
+#if CLUSTER > 1
+    cluster_sync();  // a block must not leave while others may still arrive at its barriers
+#endif
+}

@@ -1,0 +1,90 @@
+// The draw's second stage: the winner among a row's slots, and its log-probabilities.
+//
+//     log_mass = l / T + log(sum_t mass_t exp((l_t - l) / T))        logprob = l / T - log_mass
+//
+// l is the winner's logit and l_t the largest logit of tile t, the reference of its mass. A slot holds a logit and a token:
+// the score is made again from them, bit for bit, which halves the scratch. Sums run in an order that depends on V alone.
+//
+// Grid: rows. Launched while the tile kernel still runs; waits for it on the device.
+#include "contract.cuh"
+
+#ifndef GREEDY
+#define GREEDY 0
+#define MASS 0
+#define RAW 0
+#endif
+
+constexpr int THREADS = 128;
+constexpr int WARPS = THREADS / 32;
+
+// 2^x sums of the tiles relative to `reference`, in base-2 logarithm; the same in all threads.
+__device__ __forceinline__ float log2_total(const float2* masses, int tiles, float reference, float inverse, float* scratch) {
+    float total = 0.0f;
+    for (int t = threadIdx.x; t < tiles; t += THREADS) {
+        const float2 mass = masses[t];
+        if (mass.y > 0.0f) total += mass.y * exp2_approx((mass.x - reference) * inverse);
+    }
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) total += __shfl_xor_sync(0xFFFFFFFF, total, lanes);
+    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = total;
+    __syncthreads();
+    total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) total += scratch[w];
+    __syncthreads();
+    return __log2f(total);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) categorical_merge(const __grid_constant__ Params p) {
+    __shared__ Candidate candidates[WARPS];
+    __shared__ float scratch[WARPS];
+    const int row = blockIdx.x;
+    const float temperature = row_temperature(p, row);
+    const Stream stream = row_stream(p, row);
+    const float spread = possible(temperature) ? temperature * LN2 : 0.0f;
+    wait_for_primary();
+
+    // Winner
+    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+    for (int slot = threadIdx.x; slot < p.slots; slot += THREADS) {
+        const float2 winner = p.winners[static_cast<i64>(row) * p.slots + slot];
+        const u32 token = __float_as_uint(winner.y);
+        if (token == NO_TOKEN) continue;
+        float value = winner.x;
+#if !GREEDY
+        const uint4 words = philox(token & ~72u, stream);
+        const u32 low = token & 8 ? words.y : words.x, high = token & 8 ? words.w : words.z;
+        value = score(value, spread, token & 64 ? high : low);
+#endif
+        keep_better(best, {score_order(value), token, winner.x});
+    }
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) keep_better(best, shuffle_xor(best, lanes));
+    if ((threadIdx.x & 31) == 0) candidates[threadIdx.x >> 5] = best;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) keep_better(best, candidates[w]);
+
+    const bool valid = best.order > score_order(-infinity()) && best.order != NAN_ORDER && possible(temperature);
+    const bool infinite = best.logit == infinity();
+    if (threadIdx.x == 0) p.tokens[row] = valid ? static_cast<i64>(best.token) : -1;
+
+    // Log-probabilities
+#if MASS
+    {
+        const float total = LN2 * log2_total(p.masses + static_cast<i64>(row) * p.tiles, p.tiles, best.logit, row_inverse(temperature), scratch);
+        const float logprob = temperature == 0.0f || infinite ? 0.0f : -total;
+        const float log_mass = temperature == 0.0f || infinite ? best.logit : best.logit / temperature + total;
+        if (threadIdx.x == 0) {
+            p.logprobs[row] = valid ? logprob : not_a_number();
+            p.log_masses[row] = valid ? log_mass : not_a_number();
+        }
+    }
+#endif
+#if RAW
+    {
+        const float total = LN2 * log2_total(p.raw_masses + static_cast<i64>(row) * p.tiles, p.tiles, best.logit, LOG2E, scratch);
+        if (threadIdx.x == 0) p.raw_logprobs[row] = valid ? (infinite ? 0.0f : -total) : not_a_number();
+    }
+#endif
+}
