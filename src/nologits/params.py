@@ -36,7 +36,8 @@ class SamplingParams:
         top_k: keep the k largest. Off: ``None``, 0, -1, or k at least V.
         top_p: keep the shortest prefix whose mass reaches p, at least one token. In [0, 1]; off: ``None`` or 1.
         min_p: keep tokens with p_i >= min_p * p_max. In [0, 1]; off: ``None`` or 0.
-        seed: 64-bit key of the row's noise. ``None``, or ``-1`` in a tensor: fresh noise from torch's generator.
+        seed: 64-bit key of the row's noise. ``None``, or ``-1`` in an int64 tensor: fresh noise from torch's generator. A
+            uint64 tensor has a seed for every row; the generator is left alone then, which spares two small kernels.
         position: index of the draw within its sequence (int64); with a seed, the draw depends on nothing else.
         logit_bias: added to the logits after the soft cap: dense ``[V]`` or ``[B, V]``, or sparse ``(ids, values)``, both
             ``[B, K]`` (or ``[K]`` for all rows), ids padded with -1, repeated ids added up.
@@ -67,7 +68,8 @@ class RowParams(NamedTuple):
     """Sampling parameters of ``B`` rows, normalised: scalars stay Python numbers, tensors are ``[B]`` (maybe stride 0).
 
     ``top_k`` 0, ``top_p`` 1.0 and ``min_p`` 0.0 are off. ``seed`` ``None``: every row is unseeded. ``entropy`` is one
-    int64 from torch's generator, the key of the unseeded rows, whose position is their slot in the batch.
+    int64 from torch's generator, the key of the unseeded rows, whose position is their slot in the batch; ``None`` where no
+    row can be unseeded.
     """
 
     temperature: float | Tensor
@@ -113,11 +115,11 @@ class RowParams(NamedTuple):
     def keys(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The noise key and position of each row, int64 ``[B]``: unseeded rows take the entropy and their slot."""
         slots = torch.arange(batch, device=device)
-        if self.entropy is None:
-            return torch.zeros_like(slots), slots
         if self.seed is None:
-            return self.entropy.expand(batch), slots
+            return torch.zeros_like(slots) if self.entropy is None else self.entropy.expand(batch), slots
         position = torch.zeros_like(slots) if self.position is None else self.position
+        if self.entropy is None:
+            return self.seed, position
         fresh = self.seed == UNSEEDED
         return torch.where(fresh, self.entropy, self.seed), torch.where(fresh, slots, position)
 
@@ -149,7 +151,7 @@ def make_rows(params: SamplingParams, batch: int, vocab: int, device: torch.devi
     top_k = _row_tensor("top_k", params.top_k, batch, device, _INTEGER_DTYPES, torch.int64)
     top_p = _row_tensor("top_p", params.top_p, batch, device, _FLOAT_DTYPES, torch.float64)
     min_p = _row_tensor("min_p", params.min_p, batch, device, _FLOAT_DTYPES, torch.float64)
-    seed = _row_tensor("seed", params.seed, batch, device, _INTEGER_DTYPES, torch.int64)
+    seed = _row_tensor("seed", params.seed, batch, device, (*_INTEGER_DTYPES, torch.uint64), torch.int64)
     position = _row_tensor("position", params.position, batch, device, _INTEGER_DTYPES, torch.int64)
     dense, ids, values = _logit_bias(params.logit_bias, batch, vocab, device)
     rows = RowParams(
@@ -165,10 +167,15 @@ def make_rows(params: SamplingParams, batch: int, vocab: int, device: torch.devi
         bias_values=values,
         allowed=_allowed(params.allowed_tokens, batch, vocab, device),
     )
-    if rows.greedy:
+    if rows.greedy or _all_seeded(params.seed):
         return rows
     # Fresh noise costs one draw of torch's generator, also beside seeded rows: the host cannot see which are unseeded.
     return rows._replace(entropy=torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device))
+
+
+def _all_seeded(seed: int | Tensor | None) -> bool:
+    """No row can be unseeded, as the host knows from the type alone."""
+    return seed.dtype == torch.uint64 if isinstance(seed, Tensor) else seed is not None and seed != UNSEEDED
 
 
 def check_num_samples(num_samples: int) -> None:
@@ -210,7 +217,7 @@ def _row_tensor(
     if value.dtype not in dtypes:
         raise ValueError(f"{name} must have a dtype of {_names(dtypes)}, got {value.dtype}")
     check_device(name, value, device)
-    return value.to(dtype)
+    return value.view(dtype) if value.dtype == torch.uint64 else value.to(dtype)
 
 
 def _filled(value: float | Tensor | None, batch: int, device: torch.device) -> Tensor | None:

@@ -78,7 +78,8 @@ def noise_arguments(rows: RowParams) -> dict[str, Any]:
     return temperature_arguments(rows) | {
         "seed_ptr": rows.seed, "position_ptr": rows.position, "entropy_ptr": rows.entropy,
         "stride_seed": _stride(rows.seed, 0), "stride_position": _stride(rows.position, 0),
-        "HAS_SEED": rows.seed is not None, "HAS_POSITION": rows.position is not None, "GREEDY": rows.greedy,
+        "HAS_SEED": rows.seed is not None, "HAS_POSITION": rows.position is not None,
+        "HAS_ENTROPY": rows.entropy is not None, "GREEDY": rows.greedy,
     }  # fmt: skip
 
 

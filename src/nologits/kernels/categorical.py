@@ -83,7 +83,7 @@ def _categorical_tile_kernel(
     FROM_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_LOGIT_BIAS: tl.constexpr, HAS_SPARSE_BIAS: tl.constexpr, HAS_ALLOWED: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr, HAS_SEED: tl.constexpr, HAS_POSITION: tl.constexpr,
-    GREEDY: tl.constexpr, MASS: tl.constexpr, RAW: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, GREEDY: tl.constexpr, MASS: tl.constexpr, RAW: tl.constexpr,
     USE_TMA: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, FAST_LOG: tl.constexpr,
     # tile
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -143,7 +143,7 @@ def _categorical_tile_kernel(
         temperature = tl.zeros([BLOCK_B], tl.float32) + temperature_value
     if not GREEDY:
         seed, position = row_key(seed_ptr, stride_seed, position_ptr, stride_position, entropy_ptr, rows, mask_b,
-                                 HAS_SEED, HAS_POSITION)  # fmt: skip
+                                 HAS_SEED, HAS_POSITION, HAS_ENTROPY)  # fmt: skip
         k0, k1 = low_word(seed)[None, :], high_word(seed)[None, :]
         c1, c2 = low_word(position)[None, :], high_word(position)[None, :]
         # Adding "is NaN" (0, or the row is invalid anyway) ties the counters to the accumulator's layout: without it the

@@ -28,7 +28,7 @@ _STRIDES = (
     "stride_bias_values_b", "stride_bias_values_k", "stride_allowed_b", "stride_allowed_w", "stride_temperature",
     "stride_seed", "stride_position",
 )  # fmt: skip
-_SIZES = ("B", "V", "D", "tiles", "slots", "row_blocks", "box_rows", "num_biased")
+_SIZES = ("B", "V", "D", "tiles", "slots", "box_rows", "num_biased")
 _SCALARS = ("temperature_value", "scale", "softcap")
 
 
@@ -46,7 +46,7 @@ class Params(ctypes.Structure):
 def shared_bytes(config: HopperConfig) -> int:
     """Shared memory of one block: stages, noise codes, barriers, and room to align the stages."""
     stage = (TILE_V + STAGE_ROWS * config.consumers) * TILE_D * 2
-    codes = config.consumers * 128 * 16 * 8
+    codes = config.consumers * 128 * 32 * 4
     return 1024 + config.stages * (stage + 16) + codes
 
 
@@ -66,7 +66,7 @@ def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     head = source.head
     defines = (
         ("OPERAND", '"bf16"' if source.hidden.dtype == torch.bfloat16 else '"f16"'),
-        ("CONSUMERS", config.consumers), ("STAGES", config.stages), ("CLUSTER", config.cluster), ("LAG", int(config.lag)),
+        ("CONSUMERS", config.consumers), ("STAGES", config.stages), ("PAIR", config.pair), ("CLUSTER", config.cluster),
         ("GREEDY", int(rows.greedy)), ("MASS", int(mass)), ("RAW", int(raw)),
         ("BIAS", _float_type(head.bias)), ("HEAD_SCALE", int(head.scale != 1.0)), ("SOFTCAP", int(head.softcap is not None)),
         ("LOGIT_BIAS", _float_type(rows.logit_bias)),
@@ -118,14 +118,14 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         stride_allowed_b=_stride(rows.allowed, 0), stride_allowed_w=_stride(rows.allowed, 1),
         stride_temperature=_stride(tensors["temperature"], 0),
         stride_seed=_stride(rows.seed, 0), stride_position=_stride(rows.position, 0),
-        B=batch, V=vocab, D=depth, tiles=tiles, slots=slots, row_blocks=row_blocks, box_rows=box_rows,
+        B=batch, V=vocab, D=depth, tiles=tiles, slots=slots, box_rows=box_rows,
         num_biased=rows.bias_ids.shape[1] if rows.bias_ids is not None else 0,
         temperature_value=1.0 if per_row else rows.temperature, scale=head.scale, softcap=head.softcap or 1.0,
     )  # fmt: skip
     with on_device(device):
         maps = [tensor_map(head.weight, TILE_V // config.cluster, TILE_D), tensor_map(hidden, box_rows, TILE_D)]
-        tile_kernel(source, rows, mass, raw, config).launch(row_blocks * slots, [*maps, params], device)
-        merge_kernel(device, rows.greedy, mass, raw).launch(batch, [params], device, dependent=True)
+        tile_kernel(source, rows, mass, raw, config).launch((row_blocks, slots), [*maps, params], device)
+        merge_kernel(device, rows.greedy, mass, raw).launch((batch, 1), [params], device, dependent=True)
     return out
 
 

@@ -33,18 +33,18 @@ class Kernel:
     registers: int
     spilled_bytes: int
 
-    def launch(self, blocks: int, arguments: Sequence[Any], device: torch.device, dependent: bool = False) -> None:
+    def launch(self, grid: tuple[int, int], arguments: Sequence[Any], device: torch.device, dependent: bool = False) -> None:
         """Launches on torch's current stream of ``device``.
 
         Args:
-            blocks: size of the one-dimensional grid.
+            grid: blocks in x and y.
             arguments: ctypes objects and tensor maps, one a kernel parameter.
             device: where; its context must be current.
             dependent: may start before the kernel launched before it has ended (it waits on the device).
         """
         pointers = (ctypes.c_void_p * len(arguments))(*(_address(argument) for argument in arguments))
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes = self.shared_bytes
         config.hStream = torch.cuda.current_stream(device).cuda_stream
@@ -119,7 +119,7 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> Any:
             [u32(box_columns), u32(box_rows)], [u32(1), u32(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )  # fmt: skip

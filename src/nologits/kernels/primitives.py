@@ -82,7 +82,7 @@ def unpack_key(key):
 
 @triton.jit
 def row_key(seed_ptr, stride_seed, position_ptr, stride_position, entropy_ptr, rows, mask, HAS_SEED: tl.constexpr,
-            HAS_POSITION: tl.constexpr):  # fmt: skip
+            HAS_POSITION: tl.constexpr, HAS_ENTROPY: tl.constexpr):  # fmt: skip
     """The 64-bit Philox key and position of each row; unseeded rows (seed -1) take the call's entropy and their slot."""
     if HAS_SEED:
         seed = tl.load(seed_ptr + rows.to(tl.int64) * stride_seed, mask=mask, other=0)
@@ -90,9 +90,10 @@ def row_key(seed_ptr, stride_seed, position_ptr, stride_position, entropy_ptr, r
             position = tl.load(position_ptr + rows.to(tl.int64) * stride_position, mask=mask, other=0)
         else:
             position = tl.zeros_like(seed)
-        fresh = seed == -1
-        seed = tl.where(fresh, tl.load(entropy_ptr), seed)
-        position = tl.where(fresh, rows.to(tl.int64), position)
+        if HAS_ENTROPY:
+            fresh = seed == -1
+            seed = tl.where(fresh, tl.load(entropy_ptr), seed)
+            position = tl.where(fresh, rows.to(tl.int64), position)
     else:
         seed = tl.load(entropy_ptr) + tl.zeros_like(rows).to(tl.int64)
         position = rows.to(tl.int64)

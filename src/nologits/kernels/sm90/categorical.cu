@@ -12,23 +12,24 @@
 // token compares logit + bound with the best score so far, and only groups that could still win have their noise made again,
 // exactly. The bounds change how much work is done, never the result.
 //
-// Grid: blocks of rows (fastest, so that neighbours read the same weights at the same time) x slots; a cluster of two row
-// blocks shares each weight tile by multicast. Outputs: a winner a row and slot (logit and token: the merge makes its score
+// Grid: (blocks of rows, slots), so that neighbours read the same weights at the same time; a cluster of two row blocks shares
+// each weight tile by multicast. Outputs: a winner a row and slot (logit and token: the merge makes its score
 // again), and for log-probabilities the largest logit of every tile and its mass relative to that.
 #include "contract.cuh"
 
+// What the launcher defines; the values here let the file compile by itself.
 #ifndef CONSUMERS
-#define CONSUMERS 1
-#define STAGES 5
-#define LAG 0
-#define CLUSTER 1
-#define GREEDY 0
-#define MASS 0
-#define RAW 0
-#define BIAS 0
+#define CONSUMERS 1    // warpgroups that multiply, 64 rows each
+#define STAGES 5       // tiles of operands in flight
+#define PAIR 2         // loads issued together: neighbouring 128-byte pieces of the same weight rows suit DRAM
+#define CLUSTER 1      // row blocks that share weight tiles
+#define GREEDY 0       // no noise
+#define MASS 0         // masses of the tempered logits
+#define RAW 0          // masses of the head's own logits
+#define BIAS 0         // type of the head's bias: 0 none, 1 fp32, 2 bf16, 3 fp16
 #define HEAD_SCALE 0
 #define SOFTCAP 0
-#define LOGIT_BIAS 0
+#define LOGIT_BIAS 0   // type of the dense logit bias
 #define SPARSE_BIAS 0
 #define ALLOWED 0
 #endif
@@ -43,9 +44,7 @@ constexpr int CODE_BYTES = CONSUMERS * 128 * SLOTS * 4;
 constexpr int STAGED = SLOTS * 4 / 16;  // float4s that fit where a thread's codes were
 // Bounds exceed the scores of winners by up to 0.25 + 0.09 (quantisation) + 0.02 (E against u), in units of the spread.
 constexpr float FIRST_ROUND = 0.36f;
-#ifndef NOISE_SHARE
-#define NOISE_SHARE SLOTS
-#endif
+constexpr float LOWEST = -3.4028234e38f;  // the floor of a row without a score: -inf never wins
 constexpr u32 ALL = 0xFFFFFFFF;
 
 struct Ring {
@@ -102,39 +101,41 @@ struct Row {
 // The best score of a row turns into the floor of its bounds: logit - 32 spread v < floor cannot reach that score, with
 // room for the rounding of both sides.
 __device__ __forceinline__ float floor_of(int order, float spread) {
-    if (order == NOTHING_ORDER) return -infinity();
     if (order == NAN_ORDER) return infinity();
-    float score = order_score(order);
+    const float score = order == NOTHING_ORDER ? LOWEST : order_score(order);
     if (score == infinity()) return score;
 #if GREEDY
-    return score;
+    return fmaxf(score, LOWEST);
 #else
-    return score - spread * BOUND_OFFSET - (fabsf(score) + 128.0f * spread) * 4.8e-7f;
+    return fmaxf(score - spread * BOUND_OFFSET - (fabsf(score) + 128.0f * spread) * 4.8e-7f, LOWEST);
 #endif
 }
 
 __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap* hidden, const Params& p, u32 stages, u32 full,
-                                        u32 empty, int row0, int tile, int tile_step) {
+                                        u32 empty) {
     const u32 bytes = WEIGHT_BYTES + p.box_rows * TILE_D * 2;
+    const int row0 = blockIdx.x * ROWS;
     Ring ring;
-    for (; tile < p.tiles; tile += tile_step) {
-        for (int d = 0; d < p.D; d += TILE_D) {
-            const u32 barrier = full + 8 * ring.stage, target = stages + ring.stage * STAGE_BYTES;
-            barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
-            barrier_expect_bytes(barrier, bytes);
-#ifndef WPOL
-#define WPOL 0x1000000000000000
-#define HPOL 0x1000000000000000
-#endif
+    for (int tile = blockIdx.y; tile < p.tiles; tile += gridDim.y) {
+#pragma unroll 1  // few registers are left here
+        for (int d = 0; d < p.D; d += PAIR * TILE_D) {
+            Ring next = ring;
+#pragma unroll
+            for (int i = 0; i < PAIR && d + i * TILE_D < p.D; ++i, next.advance()) barrier_wait(empty + 8 * next.stage, next.parity ^ 1);
+#pragma unroll
+            for (int i = 0; i < PAIR && d + i * TILE_D < p.D; ++i, ring.advance()) {
+                const int column = d + i * TILE_D;
+                const u32 barrier = full + 8 * ring.stage, target = stages + ring.stage * STAGE_BYTES;
+                barrier_expect_bytes(barrier, bytes);
 #if CLUSTER == 1
-            copy_box(target, weight, barrier, d, tile * TILE_V, WPOL);
+                copy_box(target, weight, barrier, column, tile * TILE_V);
 #else
-            const u32 rank = cluster_rank();
-            copy_box_multicast(target + rank * (WEIGHT_BYTES / CLUSTER), weight, barrier, d, tile * TILE_V + rank * (TILE_V / CLUSTER),
-                               (1 << CLUSTER) - 1, WPOL);
+                const u32 part = cluster_rank();
+                copy_box_multicast(target + part * (WEIGHT_BYTES / CLUSTER), weight, barrier, column,
+                                   tile * TILE_V + part * (TILE_V / CLUSTER), (1 << CLUSTER) - 1);
 #endif
-            copy_box(target + WEIGHT_BYTES, hidden, barrier, d, row0, HPOL);
-            ring.advance();
+                copy_box(target + WEIGHT_BYTES, hidden, barrier, column, row0);
+            }
         }
     }
 }
@@ -216,25 +217,43 @@ __device__ __forceinline__ void request_transform(float (&x)[128], const Params&
 #endif
 }
 
-// The largest logit of each row in this tile and the sum of 2^((x - it) * inverse). The order of the terms is fixed.
+// Sum of 2^(x inverse - reference) over the 256 ids of a row; the same in its four lanes, and always in the same order.
+__device__ __forceinline__ float row_sum(const float (&x)[128], int h, float inverse, float reference) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sum[i & 3] += exp2_approx(__fmaf_rn(x[4 * (i >> 1) + 2 * h + (i & 1)], inverse, -reference));
+    float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    total += __shfl_xor_sync(ALL, total, 1);
+    return total + __shfl_xor_sync(ALL, total, 2);
+}
+
+// The largest x inverse among the first `ids` that each lane of a row holds.
+template <int ids>
+__device__ __forceinline__ float row_peak(const float (&x)[128], int h, float inverse) {
+    float peak = x[2 * h];
+#pragma unroll
+    for (int i = 1; i < ids; ++i) peak = fmaxf(peak, x[4 * (i >> 1) + 2 * h + (i & 1)]);
+    peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
+    peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
+    return peak == -infinity() ? 0.0f : peak * inverse;
+}
+
+// The mass of each row in this tile and the reference it is relative to. Any reference will do that lets no term overflow:
+// the largest of a few logits, or where that fails the largest of all. Rounding it costs nothing, being the reference.
 __device__ __forceinline__ void store_mass(const float (&x)[128], const Params& p, const Row (&rows)[2], float2* masses, int tile,
                                            bool tempered) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        float peak = -infinity();
-#pragma unroll
-        for (int i = 0; i < 64; ++i) peak = fmaxf(peak, x[4 * (i >> 1) + 2 * h + (i & 1)]);
-        peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
-        peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
-        const float reference = peak == -infinity() ? 0.0f : peak;
         const float inverse = tempered ? rows[h].inverse : LOG2E;
-        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < 64; ++i) sum[i & 3] += exp2_approx((x[4 * (i >> 1) + 2 * h + (i & 1)] - reference) * inverse);
-        float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-        total += __shfl_xor_sync(ALL, total, 1);
-        total += __shfl_xor_sync(ALL, total, 2);
-        if ((threadIdx.x & 3) == 0 && rows[h].valid) masses[static_cast<i64>(rows[h].row) * p.tiles + tile] = make_float2(peak, total);
+        float reference = row_peak<8>(x, h, inverse);
+        float mass = row_sum(x, h, inverse, reference);
+        const bool failed = !(mass < 1.0e18f);
+        if (__any_sync(ALL, failed)) {
+            const float peak = row_peak<64>(x, h, inverse), again = row_sum(x, h, inverse, peak);
+            if (failed) reference = peak, mass = again;
+        }
+        if ((threadIdx.x & 3) == 0 && rows[h].valid)
+            masses[static_cast<i64>(rows[h].row) * p.tiles + tile] = make_float2(reference, mass);
     }
 }
 
@@ -266,8 +285,9 @@ __device__ __forceinline__ void consider(Row (&rows)[2], const float4& logits, i
     const float logit[4] = {logits.x, logits.y, logits.z, logits.w};
 #if !GREEDY
     const float spread = second ? rows[1].spread : rows[0].spread;
-    const uint4 words = philox(group, second ? rows[1].stream : rows[0].stream);
-    const u32 word[4] = {words.x, words.y, words.z, words.w};
+    uint4 words[1];
+    philox(words, {group}, second ? rows[1].stream : rows[0].stream);
+    const u32 word[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
 #endif
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -310,21 +330,26 @@ __device__ __forceinline__ void draw(const float (&x)[128], Row (&rows)[2], u32*
         for (int slot = 0; slot < SLOTS; ++slot)
             if (!(bounds[slot] < target[slot & 1])) reached |= 1u << slot;
         reached &= open;
-        if (!__any_sync(ALL, reached)) break;
 
         // Registers cannot be indexed by a number known at run time: the logits go through shared memory.
-        int count = 0;
+        const u32 wanted = __reduce_or_sync(ALL, reached);
         u32 taken = 0;
+        int count = 0;
 #pragma unroll
-        for (int slot = 0; slot < SLOTS; ++slot) {
-            if ((reached >> slot & 1) && count < STAGED) {
-                staged[count * 32] = make_float4(x[register_of(slot >> 1, 0, slot & 1)], x[register_of(slot >> 1, 1, slot & 1)],
-                                                  x[register_of(slot >> 1, 2, slot & 1)], x[register_of(slot >> 1, 3, slot & 1)]);
-                taken |= 1u << slot;
-                ++count;
+        for (int chunk = 0; chunk < SLOTS; chunk += 4) {
+            if (!(wanted >> chunk & 15)) continue;  // the same in all lanes
+#pragma unroll
+            for (int slot = chunk; slot < chunk + 4; ++slot) {
+                if ((reached >> slot & 1) && count < STAGED) {
+                    const int g = slot >> 1, h = slot & 1;
+                    staged[count++ * 32] = make_float4(x[register_of(g, 0, h)], x[register_of(g, 1, h)], x[register_of(g, 2, h)],
+                                                       x[register_of(g, 3, h)]);
+                    taken |= 1u << slot;
+                }
             }
         }
         open &= ~taken;
+        bool unsettled = reached & ~taken;
         for (int i = 0; taken; ++i, taken &= taken - 1) consider(rows, staged[i * 32], __ffs(taken) - 1, v0);
         __syncwarp();
 #pragma unroll
@@ -332,15 +357,18 @@ __device__ __forceinline__ void draw(const float (&x)[128], Row (&rows)[2], u32*
             int order = rows[h].best.order;
             order = max(order, __shfl_xor_sync(ALL, order, 1));
             order = max(order, __shfl_xor_sync(ALL, order, 2));
-            target[h] = rows[h].floor = floor_of(order, rows[h].spread);
+            rows[h].floor = floor_of(order, rows[h].spread);
+            unsettled |= rows[h].valid && rows[h].floor < target[h];
+            target[h] = rows[h].floor;
         }
+        // What lies below the old target lies below a floor that has reached it.
+        if (!__any_sync(ALL, unsettled)) break;
     }
 }
 
-__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32* codes, int row0, int tile,
-                                        int tile_step, int slot) {
+__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32* codes) {
     const int lane = threadIdx.x & 31, consumer = threadIdx.x >> 7;
-    const int warp_row = row0 + 16 * (threadIdx.x >> 5);
+    const int warp_row = blockIdx.x * ROWS + 16 * (threadIdx.x >> 5);
     const bool active = warp_row < p.B;  // warps without rows only take part in the multiplication
 
     Row rows[2];
@@ -354,14 +382,14 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         row.stream = row_stream(p, at);
         row.spread = possible(temperature) ? temperature * LN2 : 0.0f;
         row.inverse = row_inverse(temperature);
-        row.floor = -infinity();
+        row.floor = LOWEST;
         row.best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
     }
 
     const int steps = (p.D + TILE_D - 1) / TILE_D;
     float x[128];
     Ring ring;
-    for (; tile < p.tiles; tile += tile_step) {
+    for (int tile = blockIdx.y; tile < p.tiles; tile += gridDim.y) {
         const int v0 = tile * TILE_V + 2 * (lane & 3);
 
         // Logits tile, and the bounds of its noise while the tensor cores work
@@ -374,33 +402,25 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
 #pragma unroll
             for (int k = 0; k < TILE_D / 16; ++k) wgmma_64x256x16(x, a + 2 * k, b + 2 * k, step + k > 0);
             wgmma_commit();
-#if LAG
             wgmma_wait<1>();
             if (step > 0) release(empty, previous);
-#endif
-#if !GREEDY && !defined(NO_NOISE)
-            if (active) {
-                for (; made * steps < NOISE_SHARE * (step + 1); ++made) {
-                    const Stream& stream = made & 1 ? rows[1].stream : rows[0].stream;
-                    codes[made * 32 + lane] = noise_codes(philox(v0 + group_offset(made >> 1), stream));
-                }
+#if !GREEDY
+            // Two groups of a row at a time: they share the keys of all rounds.
+            for (; active && made * steps < SLOTS / 2 * (step + 1); ++made) {
+                const int slot = 4 * (made >> 1) + (made & 1);
+                const u32 first = v0 + group_offset(slot >> 1);
+                uint4 words[2];
+                philox(words, {first, first + 1}, made & 1 ? rows[1].stream : rows[0].stream);
+                codes[slot * 32 + lane] = noise_codes(words[0]);
+                codes[(slot + 2) * 32 + lane] = noise_codes(words[1]);
             }
-#endif
-#if !LAG
-            wgmma_wait<0>();
-            release(empty, ring.stage);
 #endif
             previous = ring.stage;
             ring.advance();
         }
-#if LAG
         wgmma_wait<0>();
         release(empty, previous);
-#endif
         if (!active) continue;
-#ifdef NO_EPILOGUE
-        if (x[0] != 12345.f) continue;
-#endif
 
         // Transform
         head_transform(x, p, v0);
@@ -415,7 +435,6 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         // Scores of those who could win
         draw(x, rows, codes, v0);
     }
-    allow_dependents();
 
     // Reduce over the four lanes of a row and store
     if (!active) return;
@@ -425,7 +444,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         keep_better(best, shuffle_xor(best, 1));
         keep_better(best, shuffle_xor(best, 2));
         if ((lane & 3) == 0 && rows[h].valid)
-            p.winners[static_cast<i64>(rows[h].row) * p.slots + slot] = make_float2(best.logit, __uint_as_float(best.token));
+            p.winners[static_cast<i64>(rows[h].row) * gridDim.y + blockIdx.y] = make_float2(best.logit, __uint_as_float(best.token));
     }
 }
 
@@ -439,14 +458,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
     u32* const codes = reinterpret_cast<u32*>(aligned + STAGES * STAGE_BYTES);
     const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES;
 
-#ifdef PROBE
-    u64 t0, c0 = clock64();
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t0));
-#endif
-    // Coordinates
-    const int row0 = (blockIdx.x % p.row_blocks) * ROWS, slot = blockIdx.x / p.row_blocks;
-    const int tile_step = gridDim.x / p.row_blocks;
-
+    allow_dependents();  // the merge kernel may settle in beside this one and wait
     if (threadIdx.x == 0) {
         prefetch_map(&weight);
         prefetch_map(&hidden);
@@ -466,24 +478,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
 #if CONSUMERS > 1
         give_registers<24>();
 #endif
-        if (threadIdx.x < 128 * CONSUMERS + 32 && threadIdx.x == 128 * CONSUMERS) produce(&weight, &hidden, p, stages, full, empty, row0, slot, tile_step);
+        if (threadIdx.x == 128 * CONSUMERS) produce(&weight, &hidden, p, stages, full, empty);
         __syncwarp();
-#ifdef PROBE
-        if (threadIdx.x < 128 * CONSUMERS + 32) asm volatile("bar.sync 1, %0;" :: "n"(128 * CONSUMERS + 32));
-        if (threadIdx.x == 128 * CONSUMERS && blockIdx.x % 33 == 0) {
-            u64 t1, c1 = clock64();
-            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t1));
-            printf("block %d: %llu cycles %llu ns %.3f GHz\n", blockIdx.x, c1 - c0, t1 - t0, double(c1 - c0) / double(t1 - t0));
-        }
-#endif
     } else {
 #if CONSUMERS > 1
         take_registers<240>();
 #endif
-        consume(p, stages, full, empty, codes + (threadIdx.x >> 5) * (SLOTS * 32), row0, slot, tile_step, slot);
-#ifdef PROBE
-        asm volatile("bar.sync 1, %0;" :: "n"(128 * CONSUMERS + 32));
-#endif
+        consume(p, stages, full, empty, codes + (threadIdx.x >> 5) * (SLOTS * 32));
     }
 #if CLUSTER > 1
     cluster_sync();  // a block must not leave while others may still arrive at its barriers

@@ -34,27 +34,46 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 
 // ---- noise
 
-// A row's random stream: the Philox key and the two counter words that its tokens share.
+// A row's random stream. Philox4x32-10 takes the counter (group, position low, position high, 0) and the key (seed low, seed
+// high); of its first two rounds only a part depends on the group, and the rest is kept here.
 struct Stream {
-    u32 key_low, key_high, position_low, position_high;
+    u32 key_low, key_high;
+    u32 into_0, into_2, word_3;  // into the words after round 2: xored into words 0 and 2, and word 3 itself
 };
 
-// The words of the four ids group, group + 8, group + 64, group + 72 (Philox4x32-10; sample 0, stream 0).
-__device__ __forceinline__ uint4 philox(u32 group, const Stream& stream) {
-    u32 c0 = group, c1 = stream.position_low, c2 = stream.position_high, c3 = 0;
-    u32 k0 = stream.key_low, k1 = stream.key_high;
+constexpr u32 MULTIPLIER_0 = 0xD2511F53, MULTIPLIER_1 = 0xCD9E8D57;
+constexpr u32 WEYL_0 = 0x9E3779B9, WEYL_1 = 0xBB67AE85;
+
+__device__ __forceinline__ Stream make_stream(i64 seed, i64 position) {
+    const u32 key_low = static_cast<u32>(seed), key_high = static_cast<u32>(seed >> 32);
+    const u64 first = static_cast<u64>(static_cast<u32>(position >> 32)) * MULTIPLIER_1;
+    const u64 second = static_cast<u64>(static_cast<u32>(first >> 32) ^ static_cast<u32>(position) ^ key_low) * MULTIPLIER_0;
+    return {key_low, key_high, static_cast<u32>(first) ^ (key_low + WEYL_0),
+            static_cast<u32>(second >> 32) ^ (key_high + WEYL_1), static_cast<u32>(second)};
+}
+
+// The words of the four ids group, group + 8, group + 64, group + 72, for `count` groups of one row (sample 0, stream 0).
+template <int count>
+__device__ __forceinline__ void philox(uint4 (&words)[count], const u32 (&groups)[count], const Stream& stream) {
+    u32 k0 = stream.key_low + 2 * WEYL_0, k1 = stream.key_high + 2 * WEYL_1;
 #pragma unroll
-    for (int round = 0; round < 10; ++round) {
-        u64 p0 = static_cast<u64>(c0) * 0xD2511F53u;
-        u64 p1 = static_cast<u64>(c2) * 0xCD9E8D57u;
-        c0 = static_cast<u32>(p1 >> 32) ^ c1 ^ k0;
-        c2 = static_cast<u32>(p0 >> 32) ^ c3 ^ k1;
-        c1 = static_cast<u32>(p1);
-        c3 = static_cast<u32>(p0);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+    for (int i = 0; i < count; ++i) {
+        const u64 first = static_cast<u64>(groups[i]) * MULTIPLIER_0;
+        const u64 second = static_cast<u64>(static_cast<u32>(first >> 32) ^ stream.key_high) * MULTIPLIER_1;
+        words[i] = make_uint4(static_cast<u32>(second >> 32) ^ stream.into_0, static_cast<u32>(second),
+                              static_cast<u32>(first) ^ stream.into_2, stream.word_3);
     }
-    return make_uint4(c0, c1, c2, c3);
+#pragma unroll
+    for (int round = 2; round < 10; ++round) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const u64 p0 = static_cast<u64>(words[i].x) * MULTIPLIER_0, p1 = static_cast<u64>(words[i].z) * MULTIPLIER_1;
+            words[i] = make_uint4(static_cast<u32>(p1 >> 32) ^ words[i].y ^ k0, static_cast<u32>(p1),
+                                  static_cast<u32>(p0 >> 32) ^ words[i].w ^ k1, static_cast<u32>(p0));
+        }
+        k0 += WEYL_0;
+        k1 += WEYL_1;
+    }
 }
 
 // log2(E / ln 2) of the exponential that a word stands for: minus the Gumbel noise in units of ln 2.
@@ -138,7 +157,7 @@ struct Params {
     const i64* seed;
     const i64* position;
     const i64* entropy;
-    // between the kernels: winners (logit, token) [B, slots]; masses (reference, sum) [B, tiles]
+    // between the kernels: winners (logit, token) [B, slots]; masses (reference in base 2, sum) [B, tiles]
     float2* winners;
     float2* masses;
     float2* raw_masses;
@@ -151,7 +170,7 @@ struct Params {
     i64 stride_bias, stride_logit_bias_b, stride_logit_bias_v, stride_bias_ids_b, stride_bias_ids_k, stride_bias_values_b,
         stride_bias_values_k, stride_allowed_b, stride_allowed_w, stride_temperature, stride_seed, stride_position;
     // sizes
-    int B, V, D, tiles, slots, row_blocks, box_rows, num_biased;
+    int B, V, D, tiles, slots, box_rows, num_biased;
     // scalars
     float temperature_value, scale, softcap;
 };
@@ -160,11 +179,11 @@ struct Params {
 __device__ __forceinline__ Stream row_stream(const Params& p, int row) {
     i64 seed = p.seed ? p.seed[row * p.stride_seed] : -1;
     i64 position = p.seed && p.position ? p.position[row * p.stride_position] : 0;
-    if (seed == -1) {
-        seed = p.entropy ? *p.entropy : 0;
+    if (seed == -1 && p.entropy) {
+        seed = *p.entropy;
         position = row;
     }
-    return {static_cast<u32>(seed), static_cast<u32>(seed >> 32), static_cast<u32>(position), static_cast<u32>(position >> 32)};
+    return make_stream(seed, position);
 }
 
 __device__ __forceinline__ float row_temperature(const Params& p, int row) {
@@ -174,9 +193,10 @@ __device__ __forceinline__ float row_temperature(const Params& p, int row) {
 // Finite and not negative; other rows have no token.
 __device__ __forceinline__ bool possible(float temperature) { return temperature >= 0.0f && temperature < infinity(); }
 
-// 1 / T in base 2, finite for every T; T = 0 has no tempered mass and any number will do.
+// 1 / T in base 2, bounded so that times a logit it stays finite: below T = 1e-25 only equal logits share the mass anyway.
+// T = 0 has no tempered mass and any number will do.
 __device__ __forceinline__ float row_inverse(float temperature) {
-    return temperature > 0.0f ? fminf(LOG2E / temperature, 3.0e38f) : 1.0f;
+    return temperature > 0.0f ? fminf(LOG2E / temperature, 1.4e25f) : 1.0f;
 }
 
 __device__ __forceinline__ float score(float logit, float spread, u32 word) {

@@ -1,8 +1,8 @@
 // The draw's second stage: the winner among a row's slots, and its log-probabilities.
 //
-//     log_mass = l / T + log(sum_t mass_t exp((l_t - l) / T))        logprob = l / T - log_mass
+//     log_mass = l / T + log(sum_t mass_t exp(r_t - l / T))        logprob = l / T - log_mass
 //
-// l is the winner's logit and l_t the largest logit of tile t, the reference of its mass. A slot holds a logit and a token:
+// l is the winner's logit and r_t the reference of the mass of tile t. A slot holds a logit and a token:
 // the score is made again from them, bit for bit, which halves the scratch. Sums run in an order that depends on V alone.
 //
 // Grid: rows. Launched while the tile kernel still runs; waits for it on the device.
@@ -17,12 +17,12 @@
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 
-// 2^x sums of the tiles relative to `reference`, in base-2 logarithm; the same in all threads.
-__device__ __forceinline__ float log2_total(const float2* masses, int tiles, float reference, float inverse, float* scratch) {
+// Mass of all tiles relative to 2^(logit inverse), as a logarithm in base 2; the same in all threads.
+__device__ __forceinline__ float log2_total(const float2* masses, int tiles, float logit, float inverse, float* scratch) {
     float total = 0.0f;
     for (int t = threadIdx.x; t < tiles; t += THREADS) {
         const float2 mass = masses[t];
-        if (mass.y > 0.0f) total += mass.y * exp2_approx((mass.x - reference) * inverse);
+        if (mass.y > 0.0f) total += mass.y * exp2_approx(__fmaf_rn(-logit, inverse, mass.x));
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) total += __shfl_xor_sync(0xFFFFFFFF, total, lanes);
@@ -52,8 +52,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) categorical_merge(const __
         if (token == NO_TOKEN) continue;
         float value = winner.x;
 #if !GREEDY
-        const uint4 words = philox(token & ~72u, stream);
-        const u32 low = token & 8 ? words.y : words.x, high = token & 8 ? words.w : words.z;
+        uint4 words[1];
+        philox(words, {token & ~72u}, stream);
+        const u32 low = token & 8 ? words[0].y : words[0].x, high = token & 8 ? words[0].w : words[0].z;
         value = score(value, spread, token & 64 ? high : low);
 #endif
         keep_better(best, {score_order(value), token, winner.x});

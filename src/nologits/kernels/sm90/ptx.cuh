@@ -59,28 +59,23 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 
 // ---- bulk tensor copies
 
-// Priorities of lines in the L2 cache, as createpolicy encodes them.
-constexpr u64 EVICT_FIRST = 0x12F0000000000000;
-constexpr u64 EVICT_LAST = 0x14F0000000000000;
-
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void copy_box(u32 target, const TensorMap* map, u32 barrier, int column, int row, u64 policy) {
+__device__ __forceinline__ void copy_box(u32 target, const TensorMap* map, u32 barrier, int column, int row) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target), "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(policy)
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(target), "l"(map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
 
 // The same box to the same address in every block of `ranks`; each block's own barrier counts the bytes.
 __device__ __forceinline__ void copy_box_multicast(u32 target, const TensorMap* map, u32 barrier, int column, int row,
-                                                   unsigned short ranks, u64 policy) {
+                                                   unsigned short ranks) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-        " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(target), "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(ranks),
-        "l"(policy)
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target), "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(ranks)
         : "memory");
 }
 
