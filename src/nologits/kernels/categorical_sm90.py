@@ -15,8 +15,8 @@ from .arguments import on_device
 from .config import HopperConfig
 from .nvrtc import Kernel, load, tensor_map
 
-TILE_V, TILE_D, STAGE_ROWS = 256, 64, 64
-_MERGE_THREADS = 128
+TILE_D = 64
+_TILE_THREADS, _MERGE_THREADS = 384, 128
 _FLOAT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 _POINTERS = (
@@ -43,11 +43,15 @@ class Params(ctypes.Structure):
     )
 
 
+def block_rows(config: HopperConfig) -> int:
+    return 64 if config.turns else 128
+
+
 def shared_bytes(config: HopperConfig) -> int:
-    """Shared memory of one block: stages, noise codes, barriers, and room to align the stages."""
-    stage = (TILE_V + STAGE_ROWS * config.consumers) * TILE_D * 2
-    codes = config.consumers * 128 * 32 * 4
-    return 1024 + config.stages * (stage + 16) + codes
+    """Dynamic shared memory of one block: stages, noise codes, barriers, and room to align the stages."""
+    stage = (config.tile + block_rows(config)) * TILE_D * 2
+    codes = 256 * config.tile // 2
+    return 1024 + config.stages * (stage + 16) + codes + 16
 
 
 @lru_cache(maxsize=8)
@@ -57,8 +61,8 @@ def multiprocessors(device: torch.device) -> int:
 
 def grid(config: HopperConfig, batch: int, vocab: int, processors: int) -> tuple[int, int]:
     """Blocks of rows, and how many blocks share the tiles of each (the slots of a row)."""
-    row_blocks = -(-batch // (STAGE_ROWS * config.consumers))
-    return row_blocks, max(1, min(-(-vocab // TILE_V), processors // row_blocks))
+    row_blocks = -(-batch // block_rows(config))
+    return row_blocks, max(1, min(-(-vocab // config.tile), processors // row_blocks))
 
 
 def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig) -> Kernel:
@@ -66,15 +70,15 @@ def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     head = source.head
     defines = (
         ("OPERAND", '"bf16"' if source.hidden.dtype == torch.bfloat16 else '"f16"'),
-        ("CONSUMERS", config.consumers), ("STAGES", config.stages), ("PAIR", config.pair), ("CLUSTER", config.cluster),
+        ("TURNS", int(config.turns)), ("TILE", config.tile), ("STAGES", config.stages),
+        ("PAIR", config.pair), ("CLUSTER", config.cluster),
         ("GREEDY", int(rows.greedy)), ("MASS", int(mass)), ("RAW", int(raw)),
         ("BIAS", _float_type(head.bias)), ("HEAD_SCALE", int(head.scale != 1.0)), ("SOFTCAP", int(head.softcap is not None)),
         ("LOGIT_BIAS", _float_type(rows.logit_bias)),
         ("SPARSE_BIAS", int(rows.bias_ids is not None and rows.bias_ids.shape[1] > 0)),
         ("ALLOWED", int(rows.allowed is not None)),
     )  # fmt: skip
-    threads = 128 * (config.consumers + 1)
-    return load("categorical", "categorical_tiles", threads, shared_bytes(config), defines, _index(source.device))
+    return load("categorical", "categorical_tiles", _TILE_THREADS, shared_bytes(config), defines, _index(source.device))
 
 
 def merge_kernel(device: torch.device, greedy: bool, mass: bool, raw: bool) -> Kernel:
@@ -88,8 +92,8 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     hidden, head, device = source.hidden, source.head, source.device
     batch, depth, vocab = *hidden.shape, head.vocab_size
     row_blocks, slots = grid(config, batch, vocab, multiprocessors(device))
-    tiles = -(-vocab // TILE_V)
-    box_rows = min(STAGE_ROWS * config.consumers, -(-batch // 8) * 8)
+    tiles = -(-vocab // config.tile)
+    box_rows = min(block_rows(config), -(-batch // 8) * 8)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -123,7 +127,7 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         temperature_value=1.0 if per_row else rows.temperature, scale=head.scale, softcap=head.softcap or 1.0,
     )  # fmt: skip
     with on_device(device):
-        maps = [tensor_map(head.weight, TILE_V // config.cluster, TILE_D), tensor_map(hidden, box_rows, TILE_D)]
+        maps = [tensor_map(head.weight, config.tile // config.cluster, TILE_D), tensor_map(hidden, box_rows, TILE_D)]
         tile_kernel(source, rows, mass, raw, config).launch((row_blocks, slots), [*maps, params], device)
         merge_kernel(device, rows.greedy, mass, raw).launch((batch, 1), [params], device, dependent=True)
     return out

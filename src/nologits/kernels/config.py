@@ -56,20 +56,27 @@ def tile_config(arch: str, dtype: torch.dtype, vocab: int, depth: int, batch: in
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Launch of the Hopper kernel: consumer warpgroups (64 rows each), pipeline stages, loads issued together, and blocks
-    of rows that share weight tiles by multicast."""
+    """Launch of the Hopper kernel.
 
-    consumers: int
+    ``turns``: the two warpgroups of a block take turns on 64 rows; otherwise they share tiles of 128. ``tile``: ids a tile.
+    ``stages`` pieces of operands are in flight, ``pair`` of them loaded together. ``cluster``: blocks of rows that share
+    weight tiles by multicast.
+    """
+
+    turns: bool
+    tile: int
     stages: int
     pair: int
     cluster: int
 
 
-def hopper_config(batch: int) -> HopperConfig:
-    """The Hopper kernel's launch for ``batch`` rows."""
+def hopper_config(batch: int, masses: bool) -> HopperConfig:
+    """The Hopper kernel's launch for ``batch`` rows; ``masses``: with log-probabilities."""
+    if batch <= 16 and not masses:
+        # More and smaller tiles spread evenly over the blocks. Masses are kept a tile: those of 256 ids stay under 1%.
+        return HopperConfig(turns=True, tile=128, stages=8, pair=2, cluster=1)
     if batch <= 64:
-        return HopperConfig(consumers=1, stages=5, pair=2, cluster=1)
+        return HopperConfig(turns=True, tile=256, stages=4, pair=2, cluster=1)
     if batch <= 128:
-        # Two blocks of 64 rows: less to load for each than one of 128, and nine tiles a block at V = 151,936, not 4.5.
-        return HopperConfig(consumers=1, stages=5, pair=1, cluster=2)
-    return HopperConfig(consumers=2, stages=4, pair=1, cluster=2 if -(-batch // 128) % 2 == 0 else 1)
+        return HopperConfig(turns=True, tile=256, stages=4, pair=1, cluster=2)
+    return HopperConfig(turns=False, tile=256, stages=4, pair=1, cluster=2 if -(-batch // 128) % 2 == 0 else 1)

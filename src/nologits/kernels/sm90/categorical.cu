@@ -2,10 +2,13 @@
 //
 //     score[b, v] = logits[b, v] + T[b] * g[b, v]          token[b] = argmax_v score, ties to the smaller id
 //
-// A persistent block owns 64 rows a consumer warpgroup and walks over tiles of 256 ids. One warpgroup keeps the copy engine
-// busy; each consumer multiplies 64 rows x 256 ids into its registers. The batch lies along M and the vocabulary along N, so a
-// thread holds 64 ids of two rows, among them the four ids of every noise group, and a row belongs to four lanes of one warp:
-// no reduction ever crosses a warp, and winners stay in registers until the block is done.
+// Persistent blocks walk over tiles of the vocabulary. One warp keeps the copy engine busy; two warpgroups multiply 64 rows x
+// TILE_V ids each into their registers. They take turns, one drawing from its tile while the other multiplies the next; or,
+// for large batches, they work on two halves of the rows of one tile, so that it is loaded once for both.
+//
+// The batch lies along M and the vocabulary along N: a thread holds TILE_V / 4 ids of two rows, among them the four ids of
+// every noise group, and a row belongs to four lanes of one warp. No reduction crosses a warp, and winners stay in registers
+// until the block is done.
 //
 // The noise does not depend on the logits, so it is made while the tensor cores work. There are no registers to keep it in;
 // what is kept is one byte a token, an upper bound (contract.cuh), in shared memory. When a tile is done, one multiply-add a
@@ -13,15 +16,16 @@
 // exactly. The bounds change how much work is done, never the result.
 //
 // Grid: (blocks of rows, slots), so that neighbours read the same weights at the same time; a cluster of two row blocks shares
-// each weight tile by multicast. Outputs: a winner a row and slot (logit and token: the merge makes its score
-// again), and for log-probabilities the largest logit of every tile and its mass relative to that.
+// each weight tile by multicast. Outputs: a winner a row and slot (logit and token: the merge makes its score again), and for
+// log-probabilities the mass of every tile relative to a reference.
 #include "contract.cuh"
 
 // What the launcher defines; the values here let the file compile by itself.
-#ifndef CONSUMERS
-#define CONSUMERS 1    // warpgroups that multiply, 64 rows each
-#define STAGES 5       // tiles of operands in flight
-#define PAIR 2         // loads issued together: neighbouring 128-byte pieces of the same weight rows suit DRAM
+#ifndef TURNS
+#define TURNS 1        // the warpgroups take turns; 0: they share tiles
+#define TILE 256       // ids a tile
+#define STAGES 4       // pieces of operands in flight
+#define PAIR 2         // pieces loaded together: neighbouring 128 bytes of the same weight rows suit DRAM
 #define CLUSTER 1      // row blocks that share weight tiles
 #define GREEDY 0       // no noise
 #define MASS 0         // masses of the tempered logits
@@ -34,56 +38,64 @@
 #define ALLOWED 0
 #endif
 
-constexpr int TILE_V = 256;
+constexpr int TILE_V = TILE;
 constexpr int TILE_D = 64;  // 128 bytes: the width of the swizzle
-constexpr int ROWS = 64 * CONSUMERS;
+constexpr int ROWS = TURNS ? 64 : 128;
+constexpr int CONSUMER_THREADS = 256;
 constexpr int WEIGHT_BYTES = TILE_V * TILE_D * 2;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * TILE_D * 2;
-constexpr int SLOTS = 32;  // noise groups of a thread: 16 for each of its two rows
-constexpr int CODE_BYTES = CONSUMERS * 128 * SLOTS * 4;
-constexpr int STAGED = SLOTS * 4 / 16;  // float4s that fit where a thread's codes were
+constexpr int IDS = TILE_V / 2;     // logits of a thread
+constexpr int SLOTS = TILE_V / 8;   // its noise groups: half of them for each of its two rows
+constexpr int STAGED = SLOTS / 4;   // float4s that fit where its codes were
+constexpr int CODE_BYTES = CONSUMER_THREADS * SLOTS * 4;
 // Bounds exceed the scores of winners by up to 0.25 + 0.09 (quantisation) + 0.02 (E against u), in units of the spread.
 constexpr float FIRST_ROUND = 0.36f;
 constexpr float LOWEST = -3.4028234e38f;  // the floor of a row without a score: -inf never wins
 constexpr u32 ALL = 0xFFFFFFFF;
 
+// A position in the ring of stages, and the parity of the barriers' phase there.
 struct Ring {
     int stage = 0;
     u32 parity = 0;
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
+    __device__ __forceinline__ void skip(int count) {
+        stage += count;
+        parity ^= (stage / STAGES) & 1;
+        stage %= STAGES;
+    }
 };
 
 // ---- where things lie in a thread's accumulators: chunk c of 8 ids holds [row][id] in registers 4c .. 4c + 3
 
-__device__ __forceinline__ constexpr int chunk_of(int group, int word) {
-    return (group >> 3) * 16 + ((group >> 1) & 3) * 2 + (word & 1) + 8 * (word >> 1);
-}
-
 __device__ __forceinline__ constexpr int register_of(int group, int word, int half) {
-    return 4 * chunk_of(group, word) + 2 * half + (group & 1);
+    const int chunk = (group >> 3) * 16 + ((group >> 1) & 3) * 2 + (word & 1) + 8 * (word >> 1);
+    return 4 * chunk + 2 * half + (group & 1);
 }
 
 // First id of a group, relative to the tile and this lane's first id.
-__device__ __forceinline__ int group_offset(int group) {
-    return (group >> 3) * 128 + ((group >> 1) & 3) * 16 + (group & 1);
-}
+__device__ __forceinline__ int group_offset(int group) { return (group >> 3) * 128 + ((group >> 1) & 3) * 16 + (group & 1); }
 
 __device__ __forceinline__ constexpr int word_offset(int word) { return (word & 1) * 8 + (word >> 1) * 64; }
+
+// Register of the i-th id of a row, and the id's distance from this lane's first.
+__device__ __forceinline__ constexpr int register_at(int i, int half) { return 4 * (i >> 1) + 2 * half + (i & 1); }
+
+__device__ __forceinline__ constexpr int offset_at(int i) { return 8 * (i >> 1) + (i & 1); }
 
 template <int type>  // 1: fp32, 2: bf16, 3: fp16
 __device__ __forceinline__ float load_float(const void* pointer, i64 index) {
     if constexpr (type == 1) return static_cast<const float*>(pointer)[index];
-    u32 bits = static_cast<const unsigned short*>(pointer)[index];
-    if constexpr (type == 2) return __uint_as_float(bits << 16);
+    const unsigned short bits = static_cast<const unsigned short*>(pointer)[index];
+    if constexpr (type == 2) return __uint_as_float(static_cast<u32>(bits) << 16);
     float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<unsigned short>(bits)));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
     return y;
 }
 
 __device__ __forceinline__ float tanh_of(float x) {
-    float decay = exp2_approx(fabsf(x) * (-2.0f * LOG2E));
+    const float decay = exp2_approx(fabsf(x) * (-2.0f * LOG2E));
     return copysignf((1.0f - decay) / (1.0f + decay), x);
 }
 
@@ -110,6 +122,8 @@ __device__ __forceinline__ float floor_of(int order, float spread) {
     return fmaxf(score - spread * BOUND_OFFSET - (fabsf(score) + 128.0f * spread) * 4.8e-7f, LOWEST);
 #endif
 }
+
+// ---- the producer
 
 __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap* hidden, const Params& p, u32 stages, u32 full,
                                         u32 empty) {
@@ -140,6 +154,7 @@ __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap
     }
 }
 
+// A consumer warp is done with a stage: tells every block that writes to it.
 __device__ __forceinline__ void release(u32 empty, int stage) {
     if ((threadIdx.x & 31) < CLUSTER) {
 #if CLUSTER == 1
@@ -150,78 +165,82 @@ __device__ __forceinline__ void release(u32 empty, int stage) {
     }
 }
 
-// The head's own post-processing and what the request adds, in place; ids beyond the vocabulary become -inf.
-__device__ __forceinline__ void head_transform(float (&x)[128], const Params& p, int v0) {
-#if BIAS || HEAD_SCALE || SOFTCAP
+// ---- the logits of a tile
+
+// The head's own post-processing; ids beyond the vocabulary become -inf.
+__device__ __forceinline__ void head_transform(float (&x)[IDS], const Params& p, int v0, int end) {
 #pragma unroll
-    for (int i = 0; i < 128; ++i) {
+    for (int i = 0; i < IDS / 2; ++i) {
+        const int id = v0 + offset_at(i);
 #if BIAS
-        const int id = v0 + 8 * (i >> 2) + (i & 1);
-        x[i] += id < p.V ? load_float<BIAS>(p.bias, id * p.stride_bias) : 0.0f;
+        const float bias = id < p.V ? load_float<BIAS>(p.bias, id * p.stride_bias) : 0.0f;
+#endif
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float& logit = x[register_at(i, h)];
+#if BIAS
+            logit += bias;
 #endif
 #if HEAD_SCALE
-        x[i] *= p.scale;
+            logit *= p.scale;
 #endif
 #if SOFTCAP
-        x[i] = p.softcap * tanh_of(x[i] / p.softcap);
+            logit = p.softcap * tanh_of(logit / p.softcap);
 #endif
+        }
     }
-#endif
-    if (v0 + TILE_V > p.V) {
+    if (end > p.V) {
 #pragma unroll
-        for (int i = 0; i < 128; ++i)
-            if (v0 + 8 * (i >> 2) + (i & 1) >= p.V) x[i] = -infinity();
+        for (int i = 0; i < IDS / 2; ++i)
+            if (v0 + offset_at(i) >= p.V) x[register_at(i, 0)] = x[register_at(i, 1)] = -infinity();
     }
 }
 
-__device__ __forceinline__ void request_transform(float (&x)[128], const Params& p, const Row (&rows)[2], int v0) {
+// What the request adds: + logit bias (dense, sparse), mask to -inf.
+__device__ __forceinline__ void request_transform(float (&x)[IDS], const Params& p, const Row (&rows)[2], int v0) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        if (!rows[h].valid) continue;
+        [[maybe_unused]] const i64 row = rows[h].row;
 #if LOGIT_BIAS
 #pragma unroll
-    for (int i = 0; i < 128; ++i) {
-        const Row& row = rows[(i >> 1) & 1];
-        const int id = v0 + 8 * (i >> 2) + (i & 1);
-        if (id < p.V && row.valid)
-            x[i] += load_float<LOGIT_BIAS>(p.logit_bias, row.row * p.stride_logit_bias_b + id * p.stride_logit_bias_v);
-    }
+        for (int i = 0; i < IDS / 2; ++i) {
+            const int id = v0 + offset_at(i);
+            if (id < p.V) x[register_at(i, h)] += load_float<LOGIT_BIAS>(p.logit_bias, row * p.stride_logit_bias_b + id * p.stride_logit_bias_v);
+        }
 #endif
 #if SPARSE_BIAS
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        for (int k = 0; rows[h].valid && k < p.num_biased; ++k) {
-            const i64 at = p.bias_ids[rows[h].row * p.stride_bias_ids_b + k * p.stride_bias_ids_k] - v0;
+        for (int k = 0; k < p.num_biased; ++k) {
             // Lane q of a row holds the ids that are 2q or 2q + 1 modulo 8; v0 is its first.
+            const i64 at = p.bias_ids[row * p.stride_bias_ids_b + k * p.stride_bias_ids_k] - v0;
             if (at < 0 || at >= TILE_V || (at & 7) > 1) continue;
-            const float value = p.bias_values[rows[h].row * p.stride_bias_values_b + k * p.stride_bias_values_k];
+            const float value = p.bias_values[row * p.stride_bias_values_b + k * p.stride_bias_values_k];
 #pragma unroll
-            for (int i = 0; i < 128; ++i)
-                if (((i >> 1) & 1) == h && 8 * (i >> 2) + (i & 1) == at) x[i] += value;
+            for (int i = 0; i < IDS / 2; ++i)
+                if (offset_at(i) == at) x[register_at(i, h)] += value;
         }
-    }
 #endif
 #if ALLOWED
-    const int shift = (threadIdx.x & 3) * 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+        const int shift = (threadIdx.x & 3) * 2;
 #pragma unroll
         for (int w = 0; w < TILE_V / 32; ++w) {
             const int word = (v0 >> 5) + w;
-            const bool inside = rows[h].valid && word * 32 < p.V;
-            const u32 bits = inside ? p.allowed[rows[h].row * p.stride_allowed_b + word * p.stride_allowed_w] >> shift : 0;
+            const u32 bits = word * 32 < p.V ? p.allowed[row * p.stride_allowed_b + word * p.stride_allowed_w] >> shift : 0;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const int i = 4 * (4 * w + (j >> 1)) + 2 * h + (j & 1);
-                if (!(bits >> (8 * (j >> 1) + (j & 1)) & 1)) x[i] = -infinity();
-            }
+            for (int i = 0; i < 8; ++i)
+                if (!(bits >> offset_at(i) & 1)) x[register_at(8 * w + i, h)] = -infinity();
         }
-    }
 #endif
+    }
 }
 
-// Sum of 2^(x inverse - reference) over the 256 ids of a row; the same in its four lanes, and always in the same order.
-__device__ __forceinline__ float row_sum(const float (&x)[128], int h, float inverse, float reference) {
+// ---- masses
+
+// Sum of 2^(x inverse - reference) over the ids of a row; the same in its four lanes, and always in the same order.
+__device__ __forceinline__ float row_sum(const float (&x)[IDS], int h, float inverse, float reference) {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sum[i & 3] += exp2_approx(__fmaf_rn(x[4 * (i >> 1) + 2 * h + (i & 1)], inverse, -reference));
+    for (int i = 0; i < IDS / 2; ++i) sum[i & 3] += exp2_approx(__fmaf_rn(x[register_at(i, h)], inverse, -reference));
     float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     total += __shfl_xor_sync(ALL, total, 1);
     return total + __shfl_xor_sync(ALL, total, 2);
@@ -229,10 +248,10 @@ __device__ __forceinline__ float row_sum(const float (&x)[128], int h, float inv
 
 // The largest x inverse among the first `ids` that each lane of a row holds.
 template <int ids>
-__device__ __forceinline__ float row_peak(const float (&x)[128], int h, float inverse) {
-    float peak = x[2 * h];
+__device__ __forceinline__ float row_peak(const float (&x)[IDS], int h, float inverse) {
+    float peak = x[register_at(0, h)];
 #pragma unroll
-    for (int i = 1; i < ids; ++i) peak = fmaxf(peak, x[4 * (i >> 1) + 2 * h + (i & 1)]);
+    for (int i = 1; i < ids; ++i) peak = fmaxf(peak, x[register_at(i, h)]);
     peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
     peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
     return peak == -infinity() ? 0.0f : peak * inverse;
@@ -240,7 +259,7 @@ __device__ __forceinline__ float row_peak(const float (&x)[128], int h, float in
 
 // The mass of each row in this tile and the reference it is relative to. Any reference will do that lets no term overflow:
 // the largest of a few logits, or where that fails the largest of all. Rounding it costs nothing, being the reference.
-__device__ __forceinline__ void store_mass(const float (&x)[128], const Params& p, const Row (&rows)[2], float2* masses, int tile,
+__device__ __forceinline__ void store_mass(const float (&x)[IDS], const Params& p, const Row (&rows)[2], float2* masses, int tile,
                                            bool tempered) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -249,7 +268,7 @@ __device__ __forceinline__ void store_mass(const float (&x)[128], const Params& 
         float mass = row_sum(x, h, inverse, reference);
         const bool failed = !(mass < 1.0e18f);
         if (__any_sync(ALL, failed)) {
-            const float peak = row_peak<64>(x, h, inverse), again = row_sum(x, h, inverse, peak);
+            const float peak = row_peak<IDS / 2>(x, h, inverse), again = row_sum(x, h, inverse, peak);
             if (failed) reference = peak, mass = again;
         }
         if ((threadIdx.x & 3) == 0 && rows[h].valid)
@@ -257,8 +276,20 @@ __device__ __forceinline__ void store_mass(const float (&x)[128], const Params& 
     }
 }
 
+// ---- noise and winners
+
+// The bounds of two groups of one row, which share the keys of Philox's rounds; `part` counts to SLOTS / 2.
+__device__ __forceinline__ void make_bounds(const Row (&rows)[2], u32* codes, int v0, int part) {
+    const int slot = 4 * (part >> 1) + (part & 1);
+    const u32 first = v0 + group_offset(slot >> 1);
+    uint4 words[2];
+    philox(words, {first, first + 1}, part & 1 ? rows[1].stream : rows[0].stream);
+    codes[slot * 32 + (threadIdx.x & 31)] = noise_codes(words[0]);
+    codes[(slot + 2) * 32 + (threadIdx.x & 31)] = noise_codes(words[1]);
+}
+
 // The largest bound of every group: slot 2g + h is group g of row h.
-__device__ __forceinline__ void group_bounds(float (&bounds)[SLOTS], const float (&x)[128], const Row (&rows)[2], const u32* codes) {
+__device__ __forceinline__ void group_bounds(float (&bounds)[SLOTS], const float (&x)[IDS], const Row (&rows)[2], const u32* codes) {
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
         const int g = slot >> 1, h = slot & 1;
@@ -305,7 +336,7 @@ __device__ __forceinline__ void consider(Row (&rows)[2], const float4& logits, i
 // Updates the rows' winners with a tile. Groups whose bound reaches the floor of their row are considered, each by the lane
 // that holds it. A floor is known only once something has been considered, so the first round takes those near the
 // largest bound, which usually settles it; later rounds take what the floor found then leaves, until it leaves nothing.
-__device__ __forceinline__ void draw(const float (&x)[128], Row (&rows)[2], u32* codes, int v0) {
+__device__ __forceinline__ void draw(const float (&x)[IDS], Row (&rows)[2], u32* codes, int v0) {
     float bounds[SLOTS];
     group_bounds(bounds, x, rows, codes);
     float target[2];
@@ -321,6 +352,7 @@ __device__ __forceinline__ void draw(const float (&x)[128], Row (&rows)[2], u32*
         target[h] = fmaxf(rows[h].floor, top - FIRST_ROUND * rows[h].spread);
     }
     if (!__any_sync(ALL, hopeful)) return;
+
     float4* const staged = reinterpret_cast<float4*>(codes) + (threadIdx.x & 31);  // in place of the codes
     __syncwarp();                                                                  // which every lane has read
     u32 open = (rows[0].valid ? 0x55555555u : 0) | (rows[1].valid ? 0xAAAAAAAAu : 0);
@@ -366,106 +398,125 @@ __device__ __forceinline__ void draw(const float (&x)[128], Row (&rows)[2], u32*
     }
 }
 
-__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32* codes) {
-    const int lane = threadIdx.x & 31, consumer = threadIdx.x >> 7;
-    const int warp_row = blockIdx.x * ROWS + 16 * (threadIdx.x >> 5);
+// ---- the consumers
+
+__device__ __forceinline__ Row make_row(const Params& p, int row) {
+    const bool valid = row < p.B;
+    const int at = valid ? row : 0;
+    const float temperature = row_temperature(p, at);
+    return {row, valid, row_stream(p, at), possible(temperature) ? temperature * LN2 : 0.0f, row_inverse(temperature), LOWEST,
+            {NOTHING_ORDER, NO_TOKEN, 0.0f}};
+}
+
+__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* codes, Candidate* exchange) {
+    const int lane = threadIdx.x & 31, warpgroup = threadIdx.x >> 7;
+    const int warp_row = blockIdx.x * ROWS + 16 * ((threadIdx.x >> 5) & (ROWS / 16 - 1));
     const bool active = warp_row < p.B;  // warps without rows only take part in the multiplication
-
-    Row rows[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        Row& row = rows[h];
-        row.row = warp_row + (lane >> 2) + 8 * h;
-        row.valid = row.row < p.B;
-        const int at = row.valid ? row.row : 0;
-        const float temperature = row_temperature(p, at);
-        row.stream = row_stream(p, at);
-        row.spread = possible(temperature) ? temperature * LN2 : 0.0f;
-        row.inverse = row_inverse(temperature);
-        row.floor = LOWEST;
-        row.best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
-    }
-
+    const int first_tile = blockIdx.y + TURNS * warpgroup * gridDim.y, tile_step = (TURNS + 1) * gridDim.y;
     const int steps = (p.D + TILE_D - 1) / TILE_D;
-    float x[128];
+    const int operand_rows = TURNS ? 0 : warpgroup * (64 * TILE_D * 2);
+    Row rows[2] = {make_row(p, warp_row + (lane >> 2)), make_row(p, warp_row + (lane >> 2) + 8)};
+
+    float x[IDS];
     Ring ring;
-    for (int tile = blockIdx.y; tile < p.tiles; tile += gridDim.y) {
+    u32 turn_parity = 0;
+    int made = 0;  // parts of this tile's noise
+    if (TURNS && warpgroup == 1) {
+        ring.skip(steps);
+        if (!GREEDY && active && first_tile < p.tiles)
+            for (; made < SLOTS / 2; ++made) make_bounds(rows, codes, first_tile * TILE_V + 2 * (lane & 3), made);
+    }
+    for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
         const int v0 = tile * TILE_V + 2 * (lane & 3);
 
-        // Logits tile, and the bounds of its noise while the tensor cores work
-        int previous = 0, made = 0;
+        // Logits tile
+        if (TURNS && tile != static_cast<int>(blockIdx.y)) {
+            barrier_wait(turn + 8 * warpgroup, turn_parity);
+            turn_parity ^= 1;
+        }
+        int previous = 0;
         for (int step = 0; step < steps; ++step) {
             const u32 weight = stages + ring.stage * STAGE_BYTES;
-            const u64 a = operand(weight + WEIGHT_BYTES + consumer * (64 * TILE_D * 2)), b = operand(weight);
+            const u64 a = operand(weight + WEIGHT_BYTES + operand_rows), b = operand(weight);
             barrier_wait(full + 8 * ring.stage, ring.parity);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < TILE_D / 16; ++k) wgmma_64x256x16(x, a + 2 * k, b + 2 * k, step + k > 0);
+            for (int k = 0; k < TILE_D / 16; ++k) wgmma(x, a + 2 * k, b + 2 * k, step + k > 0);
             wgmma_commit();
             wgmma_wait<1>();
             if (step > 0) release(empty, previous);
-#if !GREEDY
-            // Two groups of a row at a time: they share the keys of all rounds.
-            for (; active && made * steps < SLOTS / 2 * (step + 1); ++made) {
-                const int slot = 4 * (made >> 1) + (made & 1);
-                const u32 first = v0 + group_offset(slot >> 1);
-                uint4 words[2];
-                philox(words, {first, first + 1}, made & 1 ? rows[1].stream : rows[0].stream);
-                codes[slot * 32 + lane] = noise_codes(words[0]);
-                codes[(slot + 2) * 32 + lane] = noise_codes(words[1]);
-            }
-#endif
+            if (!TURNS && !GREEDY && active)
+                for (; made * steps < SLOTS / 2 * (step + 1); ++made) make_bounds(rows, codes, v0, made);
             previous = ring.stage;
             ring.advance();
         }
+        if (TURNS && lane == 0) barrier_arrive(turn + 8 * (warpgroup ^ 1));
         wgmma_wait<0>();
         release(empty, previous);
-        if (!active) continue;
+        if (TURNS) ring.skip(steps);
 
-        // Transform
-        head_transform(x, p, v0);
+        if (active) {
+            // The first tile's noise; that of the others was made while waiting for a turn, or between multiplications.
+            if (!GREEDY)
+                for (; made < SLOTS / 2; ++made) make_bounds(rows, codes, v0, made);
+            __syncwarp();
+
+            // Transform
+            head_transform(x, p, v0, (tile + 1) * TILE_V);
 #if RAW
-        store_mass(x, p, rows, p.raw_masses, tile, false);
+            store_mass(x, p, rows, p.raw_masses, tile, false);
 #endif
-        request_transform(x, p, rows, v0);
+            request_transform(x, p, rows, v0);
 #if MASS
-        store_mass(x, p, rows, p.masses, tile, true);
+            store_mass(x, p, rows, p.masses, tile, true);
 #endif
-
-        // Scores of those who could win
-        draw(x, rows, codes, v0);
+            // Scores of those who could win
+            draw(x, rows, codes, v0);
+            made = 0;
+            if (TURNS && !GREEDY && tile + tile_step < p.tiles) {
+                __syncwarp();
+                for (; made < SLOTS / 2; ++made) make_bounds(rows, codes, v0 + tile_step * TILE_V, made);
+            }
+        }
     }
 
-    // Reduce over the four lanes of a row and store
-    if (!active) return;
+    // Reduce over the four lanes of a row, and over the warpgroups that took turns; store
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         Candidate best = rows[h].best;
         keep_better(best, shuffle_xor(best, 1));
         keep_better(best, shuffle_xor(best, 2));
+#if TURNS
+        const int at = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2) + 8 * h;
+        if (warpgroup == 1 && (lane & 3) == 0) exchange[at] = best;
+        named_barrier<CONSUMER_THREADS>(1);
+        if (warpgroup == 1) continue;
+        keep_better(best, exchange[at]);
+#endif
         if ((lane & 3) == 0 && rows[h].valid)
             p.winners[static_cast<i64>(rows[h].row) * gridDim.y + blockIdx.y] = make_float2(best.logit, __uint_as_float(best.token));
     }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (CONSUMERS + 1), 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CONSUMER_THREADS + 128, 1)
     categorical_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap hidden,
                       const __grid_constant__ Params p) {
     extern __shared__ unsigned char memory[];
+    __shared__ Candidate exchange[64];
     // Stages first: the swizzle needs them at multiples of 1,024 bytes.
     const u32 stages = (shared_address(memory) + 1023) & ~1023u;
-    unsigned char* const aligned = memory + (stages - shared_address(memory));
-    u32* const codes = reinterpret_cast<u32*>(aligned + STAGES * STAGE_BYTES);
-    const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES;
+    u32* const codes = reinterpret_cast<u32*>(memory + (stages - shared_address(memory)) + STAGES * STAGE_BYTES);
+    const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
 
-    allow_dependents();  // the merge kernel may settle in beside this one and wait
+    allow_dependents();  // the merge kernel may start and wait
     if (threadIdx.x == 0) {
         prefetch_map(&weight);
         prefetch_map(&hidden);
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, CONSUMERS * 4 * CLUSTER);  // one arrival a consumer warp
+            barrier_init(empty + 8 * s, (TURNS ? 4 : 8) * CLUSTER);  // one arrival a warp that reads it
         }
+        for (int w = 0; w < 2; ++w) barrier_init(turn + 8 * w, 4);
         barrier_init_fence();
     }
 #if CLUSTER == 1
@@ -474,17 +525,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
     cluster_sync();
 #endif
 
-    if (threadIdx.x >= 128 * CONSUMERS) {
-#if CONSUMERS > 1
+    if (threadIdx.x >= CONSUMER_THREADS) {
         give_registers<24>();
-#endif
-        if (threadIdx.x == 128 * CONSUMERS) produce(&weight, &hidden, p, stages, full, empty);
+        if (threadIdx.x == CONSUMER_THREADS) produce(&weight, &hidden, p, stages, full, empty);
         __syncwarp();
     } else {
-#if CONSUMERS > 1
         take_registers<240>();
-#endif
-        consume(p, stages, full, empty, codes + (threadIdx.x >> 5) * (SLOTS * 32));
+        consume(p, stages, full, empty, turn, codes + (threadIdx.x >> 5) * (SLOTS * 32), exchange);
     }
 #if CLUSTER > 1
     cluster_sync();  // a block must not leave while others may still arrive at its barriers

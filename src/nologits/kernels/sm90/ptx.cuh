@@ -99,6 +99,11 @@ __device__ __forceinline__ void wait_for_primary() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+template <int threads>
+__device__ __forceinline__ void named_barrier(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(threads) : "memory");
+}
+
 // ---- registers
 
 template <int count>
@@ -134,27 +139,41 @@ __device__ __forceinline__ u64 operand(u32 address) {
 #ifndef OPERAND
 #define OPERAND "bf16"
 #endif
-#define ACCUMULATORS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define ACCUMULATORS_16(i) ACCUMULATORS_4(i), ACCUMULATORS_4(i + 4), ACCUMULATORS_4(i + 8), ACCUMULATORS_4(i + 12)
-#define ACCUMULATORS_64(i) ACCUMULATORS_16(i), ACCUMULATORS_16(i + 16), ACCUMULATORS_16(i + 32), ACCUMULATORS_16(i + 48)
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+#define D64(i) D16(i), D16(i + 16), D16(i + 32), D16(i + 48)
+#define REGISTERS_0_63                                                                                   \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"                              \
+    " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"                   \
+    " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"                   \
+    " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_64_127                                                                                 \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"                    \
+    " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"                   \
+    " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"       \
+    " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// d[64, 256] (+)= a[64, 16] . b[256, 16]^T; starts from zero unless `accumulate`.
-__device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], u64 a, u64 b, bool accumulate) {
+// d[64, N] (+)= a[64, 16] . b[N, 16]^T for N = 256 or 128; starts from zero unless `accumulate`.
+__device__ __forceinline__ void wgmma(float (&d)[128], u64 a, u64 b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." OPERAND "." OPERAND "\n"
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-        " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-        " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
-        " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
-        " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
-        " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
-        " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127},"
-        " %128, %129, p, 1, 1, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." OPERAND "." OPERAND
+        " {" REGISTERS_0_63 ", " REGISTERS_64_127 "}, %128, %129, p, 1, 1, 0, 0;\n"
         "}"
-        : ACCUMULATORS_64(0), ACCUMULATORS_64(64)
+        : D64(0), D64(64)
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma(float (&d)[64], u64 a, u64 b, bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." OPERAND "." OPERAND
+        " {" REGISTERS_0_63 "}, %64, %65, p, 1, 1, 0, 0;\n"
+        "}"
+        : D64(0)
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
