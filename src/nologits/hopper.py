@@ -26,7 +26,7 @@ def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: in
     assert isinstance(source, HiddenSource)
     if not tma_fits(source.hidden):
         source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
-    drawn = launch_draw(source, rows, processed, raw, hopper_config(source.batch, processed or raw))
+    drawn = launch_draw(source, rows, processed, raw, hopper_config(source.batch))
     if any(isinstance(value, Tensor) for value in (rows.top_k, rows.top_p, rows.min_p)):
         # Greedy rows come here with filters that do not matter, but whose impossible values do.
         return drawn.invalidate(rows.impossible(source.batch, source.device))

@@ -12,11 +12,13 @@ from ..params import RowParams
 from ..sources import HiddenSource
 from ..types import Samples
 from .arguments import on_device
-from .config import HopperConfig
+from .config import HopperConfig, Sharing
 from .nvrtc import Kernel, load, tensor_map
 
 TILE_D = 64
 _TILE_THREADS, _MERGE_THREADS = 384, 128
+_CODE_BYTES = {Sharing.TURNS: 16384, Sharing.SPLIT_IDS: 16384, Sharing.SPLIT_ROWS: 32768}
+_MASS_IDS = 256
 _FLOAT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 _POINTERS = (
@@ -28,7 +30,7 @@ _STRIDES = (
     "stride_bias_values_b", "stride_bias_values_k", "stride_allowed_b", "stride_allowed_w", "stride_temperature",
     "stride_seed", "stride_position",
 )  # fmt: skip
-_SIZES = ("B", "V", "D", "tiles", "slots", "box_rows", "num_biased")
+_SIZES = ("B", "V", "D", "tiles", "mass_tiles", "slots", "box_rows", "num_biased")
 _SCALARS = ("temperature_value", "scale", "softcap")
 
 
@@ -43,15 +45,11 @@ class Params(ctypes.Structure):
     )
 
 
-def block_rows(config: HopperConfig) -> int:
-    return 64 if config.turns else 128
-
-
 def shared_bytes(config: HopperConfig) -> int:
-    """Dynamic shared memory of one block: stages, noise codes, barriers, and room to align the stages."""
-    stage = (config.tile + block_rows(config)) * TILE_D * 2
-    codes = 256 * config.tile // 2
-    return 1024 + config.stages * (stage + 16) + codes + 16
+    """Dynamic shared memory of one block: room to align, stages, noise codes, barriers."""
+    stage = (config.tile + config.rows) * TILE_D * 2
+    codes = _CODE_BYTES[config.sharing]
+    return 1024 + config.stages * (stage + 16) + codes + 16 + 64
 
 
 @lru_cache(maxsize=8)
@@ -59,10 +57,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def grid(config: HopperConfig, batch: int, vocab: int, processors: int) -> tuple[int, int]:
+def grid(config: HopperConfig, batch: int, vocab: int, masses: bool, processors: int) -> tuple[int, int]:
     """Blocks of rows, and how many blocks share the tiles of each (the slots of a row)."""
-    row_blocks = -(-batch // block_rows(config))
-    return row_blocks, max(1, min(-(-vocab // config.tile), processors // row_blocks))
+    row_blocks = -(-batch // config.rows)
+    # Masses are kept for 256 ids: a block then has tiles that make those up.
+    shares = -(-vocab // (_MASS_IDS if masses else config.tile))
+    return row_blocks, max(1, min(shares, processors // row_blocks))
 
 
 def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig) -> Kernel:
@@ -70,8 +70,7 @@ def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     head = source.head
     defines = (
         ("OPERAND", '"bf16"' if source.hidden.dtype == torch.bfloat16 else '"f16"'),
-        ("TURNS", int(config.turns)), ("TILE", config.tile), ("STAGES", config.stages),
-        ("PAIR", config.pair), ("CLUSTER", config.cluster),
+        ("SHARING", int(config.sharing)), ("STAGES", config.stages), ("PAIR", config.pair), ("CLUSTER", config.cluster),
         ("GREEDY", int(rows.greedy)), ("MASS", int(mass)), ("RAW", int(raw)),
         ("BIAS", _float_type(head.bias)), ("HEAD_SCALE", int(head.scale != 1.0)), ("SOFTCAP", int(head.softcap is not None)),
         ("LOGIT_BIAS", _float_type(rows.logit_bias)),
@@ -91,16 +90,16 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     """One draw a row; ``[B, 1]`` results. Operands must fit the copy engine (:func:`nologits.hopper.obstacle`)."""
     hidden, head, device = source.hidden, source.head, source.device
     batch, depth, vocab = *hidden.shape, head.vocab_size
-    row_blocks, slots = grid(config, batch, vocab, multiprocessors(device))
-    tiles = -(-vocab // config.tile)
-    box_rows = min(block_rows(config), -(-batch // 8) * 8)
+    row_blocks, slots = grid(config, batch, vocab, mass or raw, multiprocessors(device))
+    mass_tiles = -(-vocab // _MASS_IDS)
+    box_rows = min(config.rows, -(-batch // 8) * 8)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     winners = empty(batch, slots, 2)
-    masses = empty(batch, tiles, 2) if mass else None
-    raw_masses = empty(batch, tiles, 2) if raw else None
+    masses = empty(batch, mass_tiles, 2) if mass else None
+    raw_masses = empty(batch, mass_tiles, 2) if raw else None
     out = Samples(
         empty(batch, 1, dtype=torch.int64), empty(batch, 1) if mass else None, empty(batch, 1) if raw else None,
         empty(batch) if mass else None,
@@ -122,7 +121,7 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         stride_allowed_b=_stride(rows.allowed, 0), stride_allowed_w=_stride(rows.allowed, 1),
         stride_temperature=_stride(tensors["temperature"], 0),
         stride_seed=_stride(rows.seed, 0), stride_position=_stride(rows.position, 0),
-        B=batch, V=vocab, D=depth, tiles=tiles, slots=slots, box_rows=box_rows,
+        B=batch, V=vocab, D=depth, tiles=-(-vocab // config.tile), mass_tiles=mass_tiles, slots=slots, box_rows=box_rows,
         num_biased=rows.bias_ids.shape[1] if rows.bias_ids is not None else 0,
         temperature_value=1.0 if per_row else rows.temperature, scale=head.scale, softcap=head.softcap or 1.0,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
 import torch
@@ -54,29 +55,45 @@ def tile_config(arch: str, dtype: torch.dtype, vocab: int, depth: int, batch: in
     return TileConfig(128, 128, 64, 8, 4) if arch == "sm90" else TileConfig(128, 64, 64, 4, 3)
 
 
+class Sharing(IntEnum):
+    """How the two warpgroups of a Hopper block share its work."""
+
+    TURNS = 0
+    """Tiles of 64 rows x 128 ids in turns: one draws while the other multiplies."""
+    SPLIT_IDS = 1
+    """The two halves of the ids of a 64 x 256 tile."""
+    SPLIT_ROWS = 2
+    """The two halves of the rows of a 128 x 256 tile: weights are read once for 128 rows."""
+
+
 @dataclass(frozen=True)
 class HopperConfig:
     """Launch of the Hopper kernel.
 
-    ``turns``: the two warpgroups of a block take turns on 64 rows; otherwise they share tiles of 128. ``tile``: ids a tile.
-    ``stages`` pieces of operands are in flight, ``pair`` of them loaded together. ``cluster``: blocks of rows that share
-    weight tiles by multicast.
+    ``stages`` pieces of operands are in flight, ``pair`` of them loaded together; ``cluster`` blocks of rows share weight
+    tiles by multicast.
     """
 
-    turns: bool
-    tile: int
+    sharing: Sharing
     stages: int
     pair: int
     cluster: int
 
+    @property
+    def tile(self) -> int:
+        """Ids of a tile."""
+        return 128 if self.sharing == Sharing.TURNS else 256
 
-def hopper_config(batch: int, masses: bool) -> HopperConfig:
-    """The Hopper kernel's launch for ``batch`` rows; ``masses``: with log-probabilities."""
-    if batch <= 16 and not masses:
-        # More and smaller tiles spread evenly over the blocks. Masses are kept a tile: those of 256 ids stay under 1%.
-        return HopperConfig(turns=True, tile=128, stages=8, pair=2, cluster=1)
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return 128 if self.sharing == Sharing.SPLIT_ROWS else 64
+
+
+def hopper_config(batch: int) -> HopperConfig:
+    """The Hopper kernel's launch for ``batch`` rows."""
     if batch <= 64:
-        return HopperConfig(turns=True, tile=256, stages=4, pair=2, cluster=1)
+        return HopperConfig(Sharing.TURNS, stages=8, pair=2, cluster=1)
     if batch <= 128:
-        return HopperConfig(turns=True, tile=256, stages=4, pair=1, cluster=2)
-    return HopperConfig(turns=False, tile=256, stages=4, pair=1, cluster=2 if -(-batch // 128) % 2 == 0 else 1)
+        return HopperConfig(Sharing.SPLIT_IDS, stages=5, pair=1, cluster=2)
+    return HopperConfig(Sharing.SPLIT_ROWS, stages=4, pair=1, cluster=2 if -(-batch // 128) % 2 == 0 else 1)

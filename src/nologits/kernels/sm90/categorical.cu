@@ -3,10 +3,10 @@
 //     score[b, v] = logits[b, v] + T[b] * g[b, v]          token[b] = argmax_v score, ties to the smaller id
 //
 // Persistent blocks walk over tiles of the vocabulary. One warp keeps the copy engine busy; two warpgroups multiply 64 rows x
-// TILE_V ids each into their registers. They take turns, one drawing from its tile while the other multiplies the next; or,
-// for large batches, they work on two halves of the rows of one tile, so that it is loaded once for both.
+// WIDTH ids each into their registers. How they share the work depends on the batch: they take turns, one drawing from its tile
+// while the other multiplies the next; or they have the two halves of a tile's ids; or of its rows.
 //
-// The batch lies along M and the vocabulary along N: a thread holds TILE_V / 4 ids of two rows, among them the four ids of
+// The batch lies along M and the vocabulary along N: a thread holds WIDTH / 4 ids of two rows, among them the four ids of
 // every noise group, and a row belongs to four lanes of one warp. No reduction crosses a warp, and winners stay in registers
 // until the block is done.
 //
@@ -17,13 +17,12 @@
 //
 // Grid: (blocks of rows, slots), so that neighbours read the same weights at the same time; a cluster of two row blocks shares
 // each weight tile by multicast. Outputs: a winner a row and slot (logit and token: the merge makes its score again), and for
-// log-probabilities the mass of every tile relative to a reference.
+// log-probabilities the mass of every 256 ids relative to a reference, summed in an order that nothing else changes.
 #include "contract.cuh"
 
 // What the launcher defines; the values here let the file compile by itself.
-#ifndef TURNS
-#define TURNS 1        // the warpgroups take turns; 0: they share tiles
-#define TILE 256       // ids a tile
+#ifndef SHARING
+#define SHARING 0      // what the warpgroups do: 0 take turns, 1 halve the ids of a tile, 2 halve its rows
 #define STAGES 4       // pieces of operands in flight
 #define PAIR 2         // pieces loaded together: neighbouring 128 bytes of the same weight rows suit DRAM
 #define CLUSTER 1      // row blocks that share weight tiles
@@ -38,16 +37,22 @@
 #define ALLOWED 0
 #endif
 
-constexpr int TILE_V = TILE;
+enum { TURNS, SPLIT_IDS, SPLIT_ROWS };
+constexpr int TILE_V = SHARING == TURNS ? 128 : 256;
 constexpr int TILE_D = 64;  // 128 bytes: the width of the swizzle
-constexpr int ROWS = TURNS ? 64 : 128;
+constexpr int ROWS = SHARING == SPLIT_ROWS ? 128 : 64;
+constexpr int WIDTH = SHARING == SPLIT_ROWS ? 256 : 128;  // ids of a tile that one warpgroup has
 constexpr int CONSUMER_THREADS = 256;
 constexpr int WEIGHT_BYTES = TILE_V * TILE_D * 2;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * TILE_D * 2;
-constexpr int IDS = TILE_V / 2;     // logits of a thread
-constexpr int SLOTS = TILE_V / 8;   // its noise groups: half of them for each of its two rows
-constexpr int STAGED = SLOTS / 4;   // float4s that fit where its codes were
+constexpr int IDS = WIDTH / 2;     // logits of a thread
+constexpr int SLOTS = WIDTH / 8;   // its noise groups: half of them for each of its two rows
+constexpr int STAGED = SLOTS / 4;  // float4s that fit where its codes were
 constexpr int CODE_BYTES = CONSUMER_THREADS * SLOTS * 4;
+// Masses are kept for 256 ids, so warpgroups that take turns need neighbouring tiles then; otherwise any will do, and a
+// block's tiles lie apart.
+constexpr bool NEIGHBOURS = SHARING == TURNS && (MASS || RAW);
+constexpr bool EXCHANGE = SHARING != SPLIT_ROWS;  // the warpgroups have the same rows
 // Bounds exceed the scores of winners by up to 0.25 + 0.09 (quantisation) + 0.02 (E against u), in units of the spread.
 constexpr float FIRST_ROUND = 0.36f;
 constexpr float LOWEST = -3.4028234e38f;  // the floor of a row without a score: -inf never wins
@@ -66,6 +71,11 @@ struct Ring {
         stage %= STAGES;
     }
 };
+
+// The q-th tile of this block.
+__device__ __forceinline__ int tile_at(int q) {
+    return NEIGHBOURS ? 2 * (blockIdx.y + (q >> 1) * gridDim.y) + (q & 1) : blockIdx.y + q * gridDim.y;
+}
 
 // ---- where things lie in a thread's accumulators: chunk c of 8 ids holds [row][id] in registers 4c .. 4c + 3
 
@@ -130,7 +140,8 @@ __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap
     const u32 bytes = WEIGHT_BYTES + p.box_rows * TILE_D * 2;
     const int row0 = blockIdx.x * ROWS;
     Ring ring;
-    for (int tile = blockIdx.y; tile < p.tiles; tile += gridDim.y) {
+    for (int q = 0; tile_at(q) < p.tiles; ++q) {
+        const int tile = tile_at(q);
 #pragma unroll 1  // few registers are left here
         for (int d = 0; d < p.D; d += PAIR * TILE_D) {
             Ring next = ring;
@@ -213,7 +224,7 @@ __device__ __forceinline__ void request_transform(float (&x)[IDS], const Params&
         for (int k = 0; k < p.num_biased; ++k) {
             // Lane q of a row holds the ids that are 2q or 2q + 1 modulo 8; v0 is its first.
             const i64 at = p.bias_ids[row * p.stride_bias_ids_b + k * p.stride_bias_ids_k] - v0;
-            if (at < 0 || at >= TILE_V || (at & 7) > 1) continue;
+            if (at < 0 || at >= WIDTH || (at & 7) > 1) continue;
             const float value = p.bias_values[row * p.stride_bias_values_b + k * p.stride_bias_values_k];
 #pragma unroll
             for (int i = 0; i < IDS / 2; ++i)
@@ -223,7 +234,7 @@ __device__ __forceinline__ void request_transform(float (&x)[IDS], const Params&
 #if ALLOWED
         const int shift = (threadIdx.x & 3) * 2;
 #pragma unroll
-        for (int w = 0; w < TILE_V / 32; ++w) {
+        for (int w = 0; w < WIDTH / 32; ++w) {
             const int word = (v0 >> 5) + w;
             const u32 bits = word * 32 < p.V ? p.allowed[row * p.stride_allowed_b + word * p.stride_allowed_w] >> shift : 0;
 #pragma unroll
@@ -236,43 +247,80 @@ __device__ __forceinline__ void request_transform(float (&x)[IDS], const Params&
 
 // ---- masses
 
-// Sum of 2^(x inverse - reference) over the ids of a row; the same in its four lanes, and always in the same order.
+// A sum of 2^(x inverse - reference). The order of its terms is fixed: within 128 ids by row_mass, of the two halves of 256
+// ids by combine, of those by the merge. So a row's mass has the same bits in every launch.
+struct Mass {
+    float reference, sum;
+};
+
+__device__ __forceinline__ Mass combine(const Mass& low, const Mass& high) {
+    if (!(high.sum > 0.0f)) return low;
+    if (!(low.sum > 0.0f)) return high;
+    const float reference = fmaxf(low.reference, high.reference);
+    return {reference, low.sum * exp2_approx(low.reference - reference) + high.sum * exp2_approx(high.reference - reference)};
+}
+
+// Over the 32 ids of a thread from `start` on, and the four lanes that share the row.
+template <int start>
 __device__ __forceinline__ float row_sum(const float (&x)[IDS], int h, float inverse, float reference) {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < IDS / 2; ++i) sum[i & 3] += exp2_approx(__fmaf_rn(x[register_at(i, h)], inverse, -reference));
+    for (int i = 0; i < 32; ++i) sum[i & 3] += exp2_approx(__fmaf_rn(x[register_at(start + i, h)], inverse, -reference));
     float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     total += __shfl_xor_sync(ALL, total, 1);
     return total + __shfl_xor_sync(ALL, total, 2);
 }
 
-// The largest x inverse among the first `ids` that each lane of a row holds.
-template <int ids>
+template <int start, int ids>
 __device__ __forceinline__ float row_peak(const float (&x)[IDS], int h, float inverse) {
-    float peak = x[register_at(0, h)];
+    float peak = x[register_at(start, h)];
 #pragma unroll
-    for (int i = 1; i < ids; ++i) peak = fmaxf(peak, x[register_at(i, h)]);
+    for (int i = 1; i < ids; ++i) peak = fmaxf(peak, x[register_at(start + i, h)]);
     peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
     peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
     return peak == -infinity() ? 0.0f : peak * inverse;
 }
 
-// The mass of each row in this tile and the reference it is relative to. Any reference will do that lets no term overflow:
-// the largest of a few logits, or where that fails the largest of all. Rounding it costs nothing, being the reference.
-__device__ __forceinline__ void store_mass(const float (&x)[IDS], const Params& p, const Row (&rows)[2], float2* masses, int tile,
-                                           bool tempered) {
+// Any reference will do that lets no term overflow: the largest of a few logits, or where that fails the largest of all.
+// Rounding it costs nothing, being the reference.
+template <int start>
+__device__ __forceinline__ Mass row_mass(const float (&x)[IDS], int h, float inverse) {
+    Mass mass;
+    mass.reference = row_peak<start, 4>(x, h, inverse);
+    mass.sum = row_sum<start>(x, h, inverse, mass.reference);
+    const bool failed = !(mass.sum < 1.0e18f);
+    if (__any_sync(ALL, failed)) {
+        const float peak = row_peak<start, 32>(x, h, inverse), again = row_sum<start>(x, h, inverse, peak);
+        if (failed) mass = {peak, again};
+    }
+    return mass;
+}
+
+// Where one warpgroup leaves the masses of its half for the other, warp by warp.
+struct MassExchange {
+    float2* half;  // [2][16]: of this warp's rows
+    u32 ready, free;
+    u32 parity = 0;
+};
+
+// Stores the masses of this warp's rows, 256 ids at a time. The second warpgroup waits for the first one's half.
+__device__ __forceinline__ void store_masses(const float (&x)[IDS], const Params& p, const Row (&rows)[2], MassExchange& exchange,
+                                             int tile, int kind, float2* masses) {
+    const int lane = threadIdx.x & 31, warpgroup = threadIdx.x >> 7;
+    const bool alone = SHARING == TURNS && warpgroup == 0 && tile + 1 >= p.tiles;  // the other half does not exist
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float inverse = tempered ? rows[h].inverse : LOG2E;
-        float reference = row_peak<8>(x, h, inverse);
-        float mass = row_sum(x, h, inverse, reference);
-        const bool failed = !(mass < 1.0e18f);
-        if (__any_sync(ALL, failed)) {
-            const float peak = row_peak<IDS / 2>(x, h, inverse), again = row_sum(x, h, inverse, peak);
-            if (failed) reference = peak, mass = again;
+        const float inverse = kind == 0 ? rows[h].inverse : LOG2E;
+        Mass mass = row_mass<0>(x, h, inverse);
+        if constexpr (SHARING == SPLIT_ROWS) mass = combine(mass, row_mass<IDS / 2 - 32>(x, h, inverse));
+        float2* const half = exchange.half + 32 * kind + (lane >> 2) + 8 * h;
+        if (EXCHANGE && warpgroup == 0 && !alone) {
+            if ((lane & 3) == 0) *half = make_float2(mass.reference, mass.sum);
+            continue;
         }
-        if ((threadIdx.x & 3) == 0 && rows[h].valid)
-            masses[static_cast<i64>(rows[h].row) * p.tiles + tile] = make_float2(reference, mass);
+        if (EXCHANGE && warpgroup == 1) mass = combine({half->x, half->y}, mass);
+        if ((lane & 3) == 0 && rows[h].valid)
+            masses[static_cast<i64>(rows[h].row) * p.mass_tiles + (SHARING == TURNS ? tile >> 1 : tile)] = make_float2(mass.reference, mass.sum);
     }
 }
 
@@ -408,36 +456,41 @@ __device__ __forceinline__ Row make_row(const Params& p, int row) {
             {NOTHING_ORDER, NO_TOKEN, 0.0f}};
 }
 
-__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* codes, Candidate* exchange) {
+__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* codes, MassExchange exchange,
+                                        Candidate* winners) {
     const int lane = threadIdx.x & 31, warpgroup = threadIdx.x >> 7;
     const int warp_row = blockIdx.x * ROWS + 16 * ((threadIdx.x >> 5) & (ROWS / 16 - 1));
     const bool active = warp_row < p.B;  // warps without rows only take part in the multiplication
-    const int first_tile = blockIdx.y + TURNS * warpgroup * gridDim.y, tile_step = (TURNS + 1) * gridDim.y;
     const int steps = (p.D + TILE_D - 1) / TILE_D;
-    const int operand_rows = TURNS ? 0 : warpgroup * (64 * TILE_D * 2);
+    // What this warpgroup has of a stage, and its first id in a tile.
+    const u32 hidden_at = WEIGHT_BYTES + (SHARING == SPLIT_ROWS ? warpgroup * (64 * TILE_D * 2) : 0);
+    const u32 weight_at = SHARING == SPLIT_IDS ? warpgroup * (128 * TILE_D * 2) : 0;
+    const int first_id = (SHARING == SPLIT_IDS ? warpgroup * 128 : 0) + 2 * (lane & 3);
+    const int q_step = SHARING == TURNS ? 2 : 1;
     Row rows[2] = {make_row(p, warp_row + (lane >> 2)), make_row(p, warp_row + (lane >> 2) + 8)};
 
     float x[IDS];
     Ring ring;
     u32 turn_parity = 0;
     int made = 0;  // parts of this tile's noise
-    if (TURNS && warpgroup == 1) {
+    int q = SHARING == TURNS ? warpgroup : 0;
+    if (q == 1) {
         ring.skip(steps);
-        if (!GREEDY && active && first_tile < p.tiles)
-            for (; made < SLOTS / 2; ++made) make_bounds(rows, codes, first_tile * TILE_V + 2 * (lane & 3), made);
+        if (!GREEDY && active && tile_at(q) < p.tiles)
+            for (; made < SLOTS / 2; ++made) make_bounds(rows, codes, tile_at(q) * TILE_V + first_id, made);
     }
-    for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
-        const int v0 = tile * TILE_V + 2 * (lane & 3);
+    for (; tile_at(q) < p.tiles; q += q_step) {
+        const int tile = tile_at(q), v0 = tile * TILE_V + first_id;
 
         // Logits tile
-        if (TURNS && tile != static_cast<int>(blockIdx.y)) {
+        if (SHARING == TURNS && q > 0) {
             barrier_wait(turn + 8 * warpgroup, turn_parity);
             turn_parity ^= 1;
         }
         int previous = 0;
         for (int step = 0; step < steps; ++step) {
-            const u32 weight = stages + ring.stage * STAGE_BYTES;
-            const u64 a = operand(weight + WEIGHT_BYTES + operand_rows), b = operand(weight);
+            const u32 stage = stages + ring.stage * STAGE_BYTES;
+            const u64 a = operand(stage + hidden_at), b = operand(stage + weight_at);
             barrier_wait(full + 8 * ring.stage, ring.parity);
             wgmma_fence();
 #pragma unroll
@@ -445,54 +498,65 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
             wgmma_commit();
             wgmma_wait<1>();
             if (step > 0) release(empty, previous);
-            if (!TURNS && !GREEDY && active)
+            if (SHARING != TURNS && !GREEDY && active)
                 for (; made * steps < SLOTS / 2 * (step + 1); ++made) make_bounds(rows, codes, v0, made);
             previous = ring.stage;
             ring.advance();
         }
-        if (TURNS && lane == 0) barrier_arrive(turn + 8 * (warpgroup ^ 1));
+        if (SHARING == TURNS && lane == 0) barrier_arrive(turn + 8 * (warpgroup ^ 1));
         wgmma_wait<0>();
         release(empty, previous);
-        if (TURNS) ring.skip(steps);
+        if (SHARING == TURNS) ring.skip(steps);
+        if (!active) continue;
 
-        if (active) {
-            // The first tile's noise; that of the others was made while waiting for a turn, or between multiplications.
-            if (!GREEDY)
-                for (; made < SLOTS / 2; ++made) make_bounds(rows, codes, v0, made);
-            __syncwarp();
+        // The first tile's noise; that of the others was made while waiting for a turn, or between multiplications.
+        if (!GREEDY)
+            for (; made < SLOTS / 2; ++made) make_bounds(rows, codes, v0, made);
+        __syncwarp();
 
-            // Transform
-            head_transform(x, p, v0, (tile + 1) * TILE_V);
+        // Transform, and masses before and after what the request adds
+        head_transform(x, p, v0, v0 - (lane & 3) * 2 + WIDTH);
+#if MASS || RAW
+        if (EXCHANGE) {
+            if (warpgroup == 0) barrier_wait(exchange.free, exchange.parity ^ 1);
+            else barrier_wait(exchange.ready, exchange.parity);
+            exchange.parity ^= 1;
+        }
+#endif
 #if RAW
-            store_mass(x, p, rows, p.raw_masses, tile, false);
+        store_masses(x, p, rows, exchange, tile, 1, p.raw_masses);
 #endif
-            request_transform(x, p, rows, v0);
+        request_transform(x, p, rows, v0);
 #if MASS
-            store_mass(x, p, rows, p.masses, tile, true);
+        store_masses(x, p, rows, exchange, tile, 0, p.masses);
 #endif
-            // Scores of those who could win
-            draw(x, rows, codes, v0);
-            made = 0;
-            if (TURNS && !GREEDY && tile + tile_step < p.tiles) {
-                __syncwarp();
-                for (; made < SLOTS / 2; ++made) make_bounds(rows, codes, v0 + tile_step * TILE_V, made);
-            }
+#if MASS || RAW
+        __syncwarp();
+        if (EXCHANGE && lane == 0) barrier_arrive(warpgroup == 0 ? exchange.ready : exchange.free);
+#endif
+
+        // Scores of those who could win; then, while the other warpgroup multiplies, the next tile's noise
+        draw(x, rows, codes, v0);
+        made = 0;
+        if (SHARING == TURNS && !GREEDY && tile_at(q + q_step) < p.tiles) {
+            __syncwarp();
+            for (; made < SLOTS / 2; ++made) make_bounds(rows, codes, tile_at(q + q_step) * TILE_V + first_id, made);
         }
     }
 
-    // Reduce over the four lanes of a row, and over the warpgroups that took turns; store
+    // Reduce over the four lanes of a row, and over warpgroups with the same rows; store
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         Candidate best = rows[h].best;
         keep_better(best, shuffle_xor(best, 1));
         keep_better(best, shuffle_xor(best, 2));
-#if TURNS
-        const int at = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2) + 8 * h;
-        if (warpgroup == 1 && (lane & 3) == 0) exchange[at] = best;
-        named_barrier<CONSUMER_THREADS>(1);
-        if (warpgroup == 1) continue;
-        keep_better(best, exchange[at]);
-#endif
+        if (EXCHANGE) {
+            const int at = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2) + 8 * h;
+            if (warpgroup == 1 && (lane & 3) == 0) winners[at] = best;
+            named_barrier<CONSUMER_THREADS>(1);
+            if (warpgroup == 1) continue;
+            keep_better(best, winners[at]);
+        }
         if ((lane & 3) == 0 && rows[h].valid)
             p.winners[static_cast<i64>(rows[h].row) * gridDim.y + blockIdx.y] = make_float2(best.logit, __uint_as_float(best.token));
     }
@@ -502,11 +566,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
     categorical_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap hidden,
                       const __grid_constant__ Params p) {
     extern __shared__ unsigned char memory[];
-    __shared__ Candidate exchange[64];
+    __shared__ Candidate winners[64];
+    __shared__ float2 halves[4][64];
     // Stages first: the swizzle needs them at multiples of 1,024 bytes.
     const u32 stages = (shared_address(memory) + 1023) & ~1023u;
     u32* const codes = reinterpret_cast<u32*>(memory + (stages - shared_address(memory)) + STAGES * STAGE_BYTES);
-    const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
+    const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES, turn = empty + 8 * STAGES,
+              exchange = turn + 16;
 
     allow_dependents();  // the merge kernel may start and wait
     if (threadIdx.x == 0) {
@@ -514,9 +580,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
         prefetch_map(&hidden);
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, (TURNS ? 4 : 8) * CLUSTER);  // one arrival a warp that reads it
+            barrier_init(empty + 8 * s, (SHARING == TURNS ? 4 : 8) * CLUSTER);  // one arrival a warp that reads it
         }
         for (int w = 0; w < 2; ++w) barrier_init(turn + 8 * w, 4);
+        for (int i = 0; i < 8; ++i) barrier_init(exchange + 8 * i, 1);
         barrier_init_fence();
     }
 #if CLUSTER == 1
@@ -531,7 +598,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
         __syncwarp();
     } else {
         take_registers<240>();
-        consume(p, stages, full, empty, turn, codes + (threadIdx.x >> 5) * (SLOTS * 32), exchange);
+        const int warp = (threadIdx.x >> 5) & 3;
+        consume(p, stages, full, empty, turn, codes + (threadIdx.x >> 5) * (SLOTS * 32),
+                {halves[warp], exchange + 16 * warp, exchange + 16 * warp + 8}, winners);
     }
 #if CLUSTER > 1
     cluster_sync();  // a block must not leave while others may still arrive at its barriers

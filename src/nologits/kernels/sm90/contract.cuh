@@ -157,7 +157,7 @@ struct Params {
     const i64* seed;
     const i64* position;
     const i64* entropy;
-    // between the kernels: winners (logit, token) [B, slots]; masses (reference in base 2, sum) [B, tiles]
+    // between the kernels: winners (logit, token) [B, slots]; masses (reference in base 2, sum) [B, mass_tiles]
     float2* winners;
     float2* masses;
     float2* raw_masses;
@@ -170,7 +170,7 @@ struct Params {
     i64 stride_bias, stride_logit_bias_b, stride_logit_bias_v, stride_bias_ids_b, stride_bias_ids_k, stride_bias_values_b,
         stride_bias_values_k, stride_allowed_b, stride_allowed_w, stride_temperature, stride_seed, stride_position;
     // sizes
-    int B, V, D, tiles, slots, box_rows, num_biased;
+    int B, V, D, tiles, mass_tiles, slots, box_rows, num_biased;
     // scalars
     float temperature_value, scale, softcap;
 };

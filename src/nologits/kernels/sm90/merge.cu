@@ -2,7 +2,7 @@
 //
 //     log_mass = l / T + log(sum_t mass_t exp(r_t - l / T))        logprob = l / T - log_mass
 //
-// l is the winner's logit and r_t the reference of the mass of tile t. A slot holds a logit and a token:
+// l is the winner's logit and r_t the reference of the mass of the t-th 256 ids. A slot holds a logit and a token:
 // the score is made again from them, bit for bit, which halves the scratch. Sums run in an order that depends on V alone.
 //
 // Grid: rows. Launched while the tile kernel still runs; waits for it on the device.
@@ -17,7 +17,7 @@
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 
-// Mass of all tiles relative to 2^(logit inverse), as a logarithm in base 2; the same in all threads.
+// Mass of the row relative to 2^(logit inverse), as a logarithm in base 2; the same in all threads.
 __device__ __forceinline__ float log2_total(const float2* masses, int tiles, float logit, float inverse, float* scratch) {
     float total = 0.0f;
     for (int t = threadIdx.x; t < tiles; t += THREADS) {
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) categorical_merge(const __
     // Log-probabilities
 #if MASS
     {
-        const float total = LN2 * log2_total(p.masses + static_cast<i64>(row) * p.tiles, p.tiles, best.logit, row_inverse(temperature), scratch);
+        const float total = LN2 * log2_total(p.masses + static_cast<i64>(row) * p.mass_tiles, p.mass_tiles, best.logit, row_inverse(temperature), scratch);
         const float logprob = temperature == 0.0f || infinite ? 0.0f : -total;
         const float log_mass = temperature == 0.0f || infinite ? best.logit : best.logit / temperature + total;
         if (threadIdx.x == 0) {
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) categorical_merge(const __
 #endif
 #if RAW
     {
-        const float total = LN2 * log2_total(p.raw_masses + static_cast<i64>(row) * p.tiles, p.tiles, best.logit, LOG2E, scratch);
+        const float total = LN2 * log2_total(p.raw_masses + static_cast<i64>(row) * p.mass_tiles, p.mass_tiles, best.logit, LOG2E, scratch);
         if (threadIdx.x == 0) p.raw_logprobs[row] = valid ? (infinite ? 0.0f : -total) : not_a_number();
     }
 #endif
