@@ -6,8 +6,11 @@ import os
 import pytest
 import torch
 
+from nologits.dispatch import hopper_obstacle
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_TRITON = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+NO_HOPPER = hopper_obstacle(torch.device(DEVICE))
 
 
 def pytest_addoption(parser):
@@ -28,8 +31,10 @@ def device():
     return torch.device(DEVICE)
 
 
-@pytest.fixture(params=["reference", "torch", "triton"])
+@pytest.fixture(params=["reference", "torch", "triton", "hopper"])
 def impl(request):
+    if request.param == "hopper" and NO_HOPPER:
+        pytest.skip(NO_HOPPER)
     if request.param == "triton" and not HAS_TRITON:
         pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1")
     return request.param

@@ -75,6 +75,9 @@ def test_the_import_reader_sees_every_form():
     assert "nologits.params.RowParams" in set(imports_of(SOURCE / "ops.py", top_level=True))
 
 
+KERNELS = ("nologits.kernels", "nologits.fused", "nologits.hopper")
+
+
 def test_imports_go_one_way():
     outer = {"testing", "bench", "cli", "demo", "integrations"}
     for path in SOURCE.rglob("*.py"):
@@ -83,14 +86,12 @@ def test_imports_go_one_way():
         if part not in outer:
             assert not {n for n in names for o in outer if n.startswith(f"nologits.{o}")}, path
         if part in ("reference", "selection", "sources", "noise", "params", "distribution", "streaming", "filtered"):
-            assert not {n for n in names if n.startswith(("triton", "nologits.kernels", "nologits.fused"))}, path
+            assert not {n for n in names if n.startswith(("triton", "cuda", *KERNELS))}, path
         if part not in ("kernels", *outer):
-            # Triton is reached through ops -> fused -> kernels, and only inside functions of ops.
-            assert not {n for n in names if n.startswith("triton")}, path
-            if part != "fused":
-                assert not {
-                    n for n in imports_of(path, top_level=True) if n.startswith(("nologits.kernels", "nologits.fused"))
-                }, path
+            # Triton and CUDA are reached through ops -> fused, hopper -> kernels, and only inside functions of ops.
+            assert not {n for n in names if n.startswith(("triton", "cuda"))}, path
+            if part not in ("fused", "hopper"):
+                assert not {n for n in imports_of(path, top_level=True) if n.startswith(KERNELS)}, path
         if part == "kernels":
             inner = {"nologits.kernels", "nologits.params", "nologits.sources", "nologits.types"}
             assert not {n for n in names if n.startswith("nologits") and not n.startswith(tuple(inner))}, path

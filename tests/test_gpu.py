@@ -7,6 +7,7 @@ import torch
 
 import nologits as nl
 from nologits import fused
+from nologits.dispatch import hopper_obstacle
 from nologits.kernels.config import TileConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -31,13 +32,21 @@ def rows_of(batch):
     return torch.arange(batch, device="cuda")
 
 
+@pytest.fixture(params=["triton", "hopper"])
+def kernels(request):
+    """The implementations that run kernels."""
+    if request.param == "hopper" and (obstacle := hopper_obstacle(torch.device("cuda"))):
+        pytest.skip(obstacle)
+    return request.param
+
+
 @pytest.mark.parametrize("batch", [1, 16, 33, 64, 128, 257])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.05}], ids=str)
-def test_tokens_equal_the_reference_at_the_size_of_a_real_head(weight, batch, filters):
+def test_tokens_equal_the_reference_at_the_size_of_a_real_head(weight, batch, filters, kernels):
     hidden, head = hidden_of(batch), nl.LMHead(weight)
     params = nl.SamplingParams(temperature=0.9, seed=rows_of(batch), position=rows_of(batch), **filters)
     exact = head.sample(hidden, params, impl="reference", logprobs=True)
-    fast = head.sample(hidden, params, impl="triton", logprobs=True)
+    fast = head.sample(hidden, params, impl=kernels, logprobs=True)
     # Two scores within a bf16 product's fp32 rounding: about one row in ten thousand.
     assert (fast.tokens != exact.tokens).sum() <= 1
     same = fast.tokens == exact.tokens
@@ -49,35 +58,35 @@ def test_tokens_equal_the_reference_at_the_size_of_a_real_head(weight, batch, fi
 
 
 @pytest.mark.parametrize("batch", [1, 64, 256])
-def test_greedy_is_the_argmax(weight, batch):
+def test_greedy_is_the_argmax(weight, batch, kernels):
     hidden = hidden_of(batch)
     exact = (hidden.double() @ weight.double().T).argmax(-1)
-    assert torch.equal(nl.sample(hidden, weight, temperature=0.0).tokens, exact)
+    assert torch.equal(nl.sample(hidden, weight, temperature=0.0, impl=kernels).tokens, exact)
 
 
-def test_a_rows_bits_do_not_depend_on_batch_slot_or_tile(weight, monkeypatch):
+def test_a_rows_bits_do_not_depend_on_batch_slot_or_tile(weight, monkeypatch, kernels):
     hidden, head = hidden_of(300), nl.LMHead(weight)
     params = dict(temperature=0.8, seed=1234, position=5)
-    want = head.sample(hidden[7:8], nl.SamplingParams(**params)).tokens
+    want = head.sample(hidden[7:8], nl.SamplingParams(**params), impl=kernels).tokens
     for batch in (2, 15, 16, 17, 64, 65, 128, 257):
         block = hidden[:batch].clone()
         for slot in {0, batch // 2, batch - 1}:
             block[slot] = hidden[7]
-            assert head.sample(block, nl.SamplingParams(**params)).tokens[slot] == want
+            assert head.sample(block, nl.SamplingParams(**params), impl=kernels).tokens[slot] == want
     for config in ((128, 16, 64, 4, 4), (128, 32, 64, 4, 3), (256, 64, 64, 8, 4), (128, 128, 64, 8, 4), (256, 16, 64, 4, 3)):
         monkeypatch.setattr(fused, "config_for", lambda source, config=config: TileConfig(*config))
-        assert head.sample(hidden[7:8], nl.SamplingParams(**params)).tokens == want, config
+        assert head.sample(hidden[7:8], nl.SamplingParams(**params), impl=kernels).tokens == want, config
 
 
 @pytest.mark.parametrize("batch", [1, 256, 1024, 4096])
-def test_peak_memory_is_far_under_the_logits(weight, batch):
+def test_peak_memory_is_far_under_the_logits(weight, batch, kernels):
     hidden, params = hidden_of(batch), nl.SamplingParams(seed=rows_of(batch))
     head = nl.LMHead(weight)
-    head.sample(hidden, params)
+    head.sample(hidden, params, impl=kernels)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    head.sample(hidden, params)
+    head.sample(hidden, params, impl=kernels)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 0.02 * batch * V * 4
 
@@ -93,7 +102,7 @@ def test_peak_memory_is_far_under_the_logits(weight, batch):
     ],
     ids=str,
 )
-def test_nothing_synchronises(parameters):
+def test_nothing_synchronises(parameters, kernels):
     hidden, weight = hidden_of(4, 256), torch.randn(1000, 256, device="cuda", dtype=torch.bfloat16)
     tensors = {
         name: torch.tensor(value, device="cuda") if isinstance(value, list) else value for name, value in parameters.items()
@@ -101,7 +110,8 @@ def test_nothing_synchronises(parameters):
     bias = (torch.tensor([[1, -1]] * 4, device="cuda"), torch.ones(4, 2, device="cuda"))
     mask = torch.full((4, 32), -1, dtype=torch.int32, device="cuda")
     calls = (
-        lambda: nl.sample(hidden, weight, logprobs=True, logit_bias=bias, allowed_tokens=mask, **tensors),
+        lambda: nl.sample(hidden, weight, logprobs=True, logit_bias=bias, allowed_tokens=mask, impl=kernels, **tensors),
+        lambda: nl.sample(hidden, weight, logprobs=True, allowed_tokens=mask, impl=kernels, **tensors),
         lambda: nl.sample_logits(hidden.float() @ weight.float().T, **tensors),
         lambda: nl.select((hidden, nl.LMHead(weight)), top_k=5, top_p=0.9),
         lambda: nl.filter_logits(hidden @ weight.T, top_k=5, top_p=0.9),
@@ -127,23 +137,35 @@ def test_a_graph_draws_fresh_tokens_at_every_replay(filters):
     assert len(set(drawn)) > 90
 
 
-def test_a_replay_with_new_seeds_equals_the_eager_draw():
-    logits, seed = torch.zeros(3, 50_000, device="cuda"), rows_of(3)
-    graph, out = capture(lambda: nl.sample_logits(logits, seed=seed).tokens)
+def test_a_head_in_a_graph_draws_fresh_tokens_at_every_replay(kernels):
+    hidden = torch.zeros(1, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.zeros(50_000, 64, device="cuda", dtype=torch.bfloat16)
+    graph, out = capture(lambda: nl.sample(hidden, weight, impl=kernels).tokens)
+    drawn = []
+    for _ in range(100):
+        graph.replay()
+        drawn.append(out.item())
+    assert len(set(drawn)) > 90
+
+
+def test_a_replay_with_new_seeds_equals_the_eager_draw(kernels):
+    hidden, seed = torch.zeros(3, 64, device="cuda", dtype=torch.bfloat16), rows_of(3)
+    weight = torch.zeros(50_000, 64, device="cuda", dtype=torch.bfloat16)
+    graph, out = capture(lambda: nl.sample(hidden, weight, seed=seed, impl=kernels).tokens)
     for start in range(0, 30, 3):
         seed.copy_(rows_of(3) + start)
         graph.replay()
-        assert torch.equal(out, nl.sample_logits(logits, seed=seed).tokens)
+        assert torch.equal(out, nl.sample_logits(torch.zeros(3, 50_000, device="cuda"), seed=seed, impl="torch").tokens)
 
 
-def test_a_captured_draw_follows_the_weight():
+def test_a_captured_draw_follows_the_weight(kernels):
     hidden = torch.ones(1, 304, device="cuda", dtype=torch.bfloat16)
     weight = torch.zeros(100, 304, device="cuda", dtype=torch.bfloat16)
     weight[3] = 1
     other = torch.zeros_like(weight)
     other[77] = 1
     head = nl.LMHead(weight)
-    graph, out = capture(lambda: head.sample(hidden, nl.SamplingParams(temperature=0.0)).tokens)
+    graph, out = capture(lambda: head.sample(hidden, nl.SamplingParams(temperature=0.0), impl=kernels).tokens)
     graph.replay()
     assert out.item() == 3
     weight.copy_(other)
@@ -173,22 +195,37 @@ def test_the_last_rows_of_a_tensor_past_2_31_elements():
     assert torch.equal(nl.sample_logits(logits, seed=1).tokens, rows_of(batch))
 
 
-def test_the_last_row_of_a_weight_past_2_31_elements():
+def test_a_heads_tail_has_its_share(kernels):
+    """N2 through the matmul: the same shares from a fused head."""
+    weight = torch.full((129_280, 64), -18.0 / 64, device="cuda", dtype=torch.bfloat16)
+    weight[0] = 0
+    hidden = torch.ones(2_000, 64, device="cuda", dtype=torch.bfloat16)
+    draws = tail = 0
+    for start in range(0, 1_000_000, 2_000):
+        tokens = nl.sample(hidden, weight, seed=rows_of(2_000) + start, impl=kernels).tokens
+        tail, draws = tail + (tokens != 0).sum(), draws + 2_000
+    share = 0.0019650
+    z = (tail.item() - draws * share) / math.sqrt(draws * share * (1 - share))
+    assert abs(z) < 5, tail.item() / draws
+
+
+def test_the_last_row_of_a_weight_past_2_31_elements(kernels):
     weight = torch.zeros(262_145, 8_192, dtype=torch.bfloat16, device="cuda")
     weight[-1] = 0.01
     hidden = torch.ones(2, 8_192, dtype=torch.bfloat16, device="cuda")
-    assert nl.sample(hidden, weight, seed=1).tokens.tolist() == [262_144] * 2
+    assert nl.sample(hidden, weight, seed=1, impl=kernels).tokens.tolist() == [262_144] * 2
 
 
-def test_compiled_draws_are_the_eager_ones():
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20}], ids=str)
+def test_compiled_draws_are_the_eager_ones(kernels, filters):
     hidden, weight = hidden_of(4, 256), torch.randn(1000, 256, device="cuda", dtype=torch.bfloat16)
     seed = rows_of(4)
 
     @torch.compile(fullgraph=True)
     def step(x, keys):
-        return nl.sample(x * 2, weight, top_k=20, seed=keys, logprobs=True)[:2]
+        return nl.sample(x * 2, weight, seed=keys, logprobs=True, impl=kernels, **filters)[:2]
 
-    eager = nl.sample(hidden * 2, weight, top_k=20, seed=seed, logprobs=True)
+    eager = nl.sample(hidden * 2, weight, seed=seed, logprobs=True, impl=kernels, **filters)
     tokens, logprobs = step(hidden, seed)
     assert torch.equal(tokens, eager.tokens)
     assert torch.equal(logprobs, eager.logprobs)

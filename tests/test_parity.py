@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nologits as nl
+from nologits.dispatch import hopper_obstacle
 from nologits.testing import compare_tokens
 
 INF = math.inf
@@ -70,8 +71,10 @@ def agree(got, want, temperature):
     torch.testing.assert_close(got.log_mass, want.log_mass, rtol=2e-5, atol=2e-5 / temperature, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "triton", "hopper"])
 def test_random_requests_draw_the_references_tokens(device, name, request):
+    if name == "hopper" and (obstacle := hopper_obstacle(device)):
+        pytest.skip(obstacle)
     small = device.type == "cpu" and name == "triton"
     if small:
         request.getfixturevalue("interpreted")

@@ -59,8 +59,9 @@ def choose(impl: str, device: torch.device) -> Choice:
     if impl == "auto":
         if obstacle or device.type == "cpu":
             return Choice("torch", obstacle or "the interpreter is for tests; torch is faster on a CPU")
-        reason = hopper_obstacle(device)
-        return Choice("triton", f"not hopper: {reason}") if reason else Choice("hopper", "a Hopper GPU, and what its kernels need")
+        if reason := hopper_obstacle(device):
+            return Choice("triton", f"not hopper: {reason}")
+        return Choice("hopper", "a Hopper GPU, and what its kernels need")
     if impl == "triton" and obstacle:
         raise ValueError(f"impl='triton' must have inputs that Triton can run on, got {device} ({obstacle})")
     if impl == "hopper" and (obstacle := obstacle or hopper_obstacle(device)):

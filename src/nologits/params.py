@@ -21,8 +21,8 @@ LogitBias = Tensor | tuple[Tensor, Tensor]
 UNSEEDED = -1
 """In a seed tensor: this row has no seed and draws fresh noise from torch's generator."""
 
-_MAX_TEMPERATURE = torch.finfo(torch.float32).max / 32
-"""Noise reaches 22.9: from about 1.5e37 on, T * g would leave fp32."""
+_MAX_TEMPERATURE = torch.finfo(torch.float32).max / 128
+"""Noise reaches 22.9, and the bounds that kernels put on it 45: from about 7e36 on, T times those would leave fp32."""
 _INTEGER_DTYPES = (torch.int32, torch.int64)
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

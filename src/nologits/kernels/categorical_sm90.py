@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,10 +11,12 @@ from ..params import RowParams
 from ..sources import HiddenSource
 from ..types import Samples
 from .arguments import on_device
-from .config import HopperConfig, Sharing
+from .config import HopperConfig, Sharing, multiprocessors
 from .nvrtc import Kernel, load, tensor_map
 
 TILE_D = 64
+"""Depth of one piece of operands: 128 bytes, the width of the copy engine's swizzle."""
+
 _TILE_THREADS, _MERGE_THREADS = 384, 128
 _CODE_BYTES = {Sharing.TURNS: 16384, Sharing.SPLIT_IDS: 16384, Sharing.SPLIT_ROWS: 32768}
 _MASS_IDS = 256
@@ -50,11 +51,6 @@ def shared_bytes(config: HopperConfig) -> int:
     stage = (config.tile + config.rows) * TILE_D * 2
     codes = _CODE_BYTES[config.sharing]
     return 1024 + config.stages * (stage + 16) + codes + 16 + 64
-
-
-@lru_cache(maxsize=8)
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def grid(config: HopperConfig, batch: int, vocab: int, masses: bool, processors: int) -> tuple[int, int]:
@@ -104,10 +100,10 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         empty(batch, 1, dtype=torch.int64), empty(batch, 1) if mass else None, empty(batch, 1) if raw else None,
         empty(batch) if mass else None,
     )  # fmt: skip
-    per_row = isinstance(rows.temperature, Tensor)
-    tensors = {
+    temperature = rows.temperature if isinstance(rows.temperature, Tensor) else None
+    tensors: dict[str, Tensor | None] = {
         "bias": head.bias, "logit_bias": rows.logit_bias, "bias_ids": rows.bias_ids, "bias_values": rows.bias_values,
-        "allowed": rows.allowed, "temperature": rows.temperature if per_row else None,
+        "allowed": rows.allowed, "temperature": temperature,
         "seed": rows.seed, "position": rows.position, "entropy": rows.entropy,
         "winners": winners, "masses": masses, "raw_masses": raw_masses,
         "tokens": out.tokens, "logprobs": out.logprobs, "raw_logprobs": out.raw_logprobs, "log_masses": out.log_mass,
@@ -119,11 +115,11 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         stride_bias_ids_b=_stride(rows.bias_ids, 0), stride_bias_ids_k=_stride(rows.bias_ids, 1),
         stride_bias_values_b=_stride(rows.bias_values, 0), stride_bias_values_k=_stride(rows.bias_values, 1),
         stride_allowed_b=_stride(rows.allowed, 0), stride_allowed_w=_stride(rows.allowed, 1),
-        stride_temperature=_stride(tensors["temperature"], 0),
+        stride_temperature=_stride(temperature, 0),
         stride_seed=_stride(rows.seed, 0), stride_position=_stride(rows.position, 0),
         B=batch, V=vocab, D=depth, tiles=-(-vocab // config.tile), mass_tiles=mass_tiles, slots=slots, box_rows=box_rows,
         num_biased=rows.bias_ids.shape[1] if rows.bias_ids is not None else 0,
-        temperature_value=1.0 if per_row else rows.temperature, scale=head.scale, softcap=head.softcap or 1.0,
+        temperature_value=1.0 if temperature is not None else rows.temperature, scale=head.scale, softcap=head.softcap or 1.0,
     )  # fmt: skip
     with on_device(device):
         maps = [tensor_map(head.weight, config.tile // config.cluster, TILE_D), tensor_map(hidden, box_rows, TILE_D)]

@@ -16,6 +16,8 @@ import torch
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
+Defines = tuple[tuple[str, object], ...]
+
 SOURCES = resources.files(__package__) / "sm90"
 _OPERAND_TYPES = {
     torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -69,7 +71,7 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 @lru_cache(maxsize=64)
-def compile_source(name: str, defines: tuple[tuple[str, object], ...]) -> bytes:
+def compile_source(name: str, defines: Defines) -> bytes:
     """Machine code (cubin) for sm_90a of ``sm90/<name>.cu`` under the macros ``defines``.
 
     Raises:
@@ -88,14 +90,14 @@ def compile_source(name: str, defines: tuple[tuple[str, object], ...]) -> bytes:
         log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         raise RuntimeError(f"{name}.cu does not compile with {dict(defines)}:\n{log.decode(errors='replace')}")
-    code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    code: bytes = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
     check(nvrtc.nvrtcGetCUBIN(program, code))
     check(nvrtc.nvrtcDestroyProgram(program))
     return code
 
 
 @lru_cache(maxsize=128)
-def load(name: str, entry: str, threads: int, shared_bytes: int, defines: tuple[tuple[str, object], ...], device: int) -> Kernel:
+def load(name: str, entry: str, threads: int, shared_bytes: int, defines: Defines, device: int) -> Kernel:
     """The kernel ``entry`` of a compiled source on a device, whose context must be current."""
     module = check(driver.cuModuleLoadData(compile_source(name, defines)))
     function = check(driver.cuModuleGetFunction(module, entry.encode()))
