@@ -11,12 +11,13 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from nologits import cli
+from nologits import SamplingParams, cli
 
 pytest.importorskip("scipy")
 transformers = pytest.importorskip("transformers")
@@ -151,10 +152,10 @@ class TestErrors:
             (["generate", "--dtype", "int8"], "--dtype must be auto, float32, bfloat16, float16, got 'int8'"),
             (["generate", "--prompt", ""], "--prompt must not be empty, got ''"),
             (["generate", "no/such/folder"], "MODEL must be a local folder with a Hugging Face model, got 'no/such/folder'"),
-            (["generate", "--impl", "magic"], "--impl must be one of auto, reference, torch, triton, got 'magic'"),
+            (["generate", "--impl", "magic"], "--impl must be one of auto, reference, torch, triton, hopper, got 'magic'"),
             (["generate", "--device", "abacus"], "--device must be auto, cpu, cuda or cuda:N, got 'abacus'"),
             (["generate", "--device", "cuda:99"], "--device must "),
-            (["verify", "--impl", "magic"], "--impl must be one of auto, reference, torch, triton, got 'magic'"),
+            (["verify", "--impl", "magic"], "--impl must be one of auto, reference, torch, triton, hopper, got 'magic'"),
             (["verify", "--draws", "5"], "--draws must be at least 1000, got 5"),
             (["verify", "--plot", "/no/such/folder/a.png"], "--plot must be a file in a folder that exists"),
             (["verify", "--plot", "a.txt"], "--plot must end in .png, .pdf or .svg, got 'a.txt'"),
@@ -215,6 +216,65 @@ class TestDoctor:
         assert "3 of 3 known answers" in result.out
         assert max(map(len, result.out.splitlines())) <= 80
 
+    def test_says_why_hopper_does_not_draw(self, nologits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from nologits.cli import doctor
+
+        monkeypatch.setattr(doctor, "hopper_obstacle", lambda device: "it is a Tuesday")
+        assert "cpu: not hopper: it is a Tuesday\n" in nologits("doctor").out
+        report = json.loads(nologits("doctor", "--json").out)
+        assert report["devices"][0]["obstacles"]["hopper"] == "it is a Tuesday"
+        assert "cuda-bindings" in report["versions"]
+
+    def test_hopper_is_tested_on_operands_that_its_kernels_take(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("triton")
+        from nologits.cli import doctor
+
+        if importlib.util.find_spec("cuda") is None:
+            for name in ("cuda", "cuda.bindings"):
+                monkeypatch.setitem(sys.modules, name, MagicMock())
+            for name in ("nologits.hopper", "nologits.kernels.categorical_sm90", "nologits.kernels.nvrtc"):
+                monkeypatch.setitem(sys.modules, name, None)  # restored as it was, absent
+                del sys.modules[name]
+        params = SamplingParams(temperature=5.0, seed=1, position=2)
+        cpu = torch.device("cpu")
+        assert doctor._handed_over(*doctor._operands("hopper", cpu), params) == ""
+        assert "fp16" in doctor._handed_over(*doctor._operands("triton", cpu), params)
+
+    def test_fails_when_the_hopper_kernels_hand_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from nologits import api
+        from nologits.cli import doctor
+
+        # Any implementation in its place: the point is what is asked of it.
+        monkeypatch.setattr(api, "resolve", lambda impl, device: "reference" if impl == "reference" else "torch")
+        asked: list[int] = []
+        monkeypatch.setattr(doctor, "_handed_over", lambda *rest: asked.append(1) or "")
+        passed = doctor._equality("hopper", torch.device("cpu"))
+        assert (passed.ok, passed.detail, len(asked)) == (True, "56 of 56 tokens equal", 1)
+        monkeypatch.setattr(doctor, "_handed_over", lambda *rest: "of the weather")
+        failed = doctor._equality("hopper", torch.device("cpu"))
+        assert (failed.ok, failed.detail) == (False, "its kernels did not run: of the weather")
+
+    def test_lists_the_configurations_in_force(self, nologits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from nologits.cli import doctor
+        from nologits.kernels import config
+
+        monkeypatch.setattr(config, "architecture", lambda device: "sm90")
+        monkeypatch.setattr(config, "multiprocessors", lambda device: 132)
+        rows = doctor.launches_in_force(torch.device("cpu"), ["reference", "torch", "triton", "hopper"])
+        assert [(row["head"], row["B"]) for row in rows] == [
+            (head, batch) for head in ("small", "large") for batch in (1, 16, 32, 64, 128, 256)
+        ]
+        assert rows[0]["triton"] == "128x16x128, 4 warps, 4 stages"
+        assert rows[5]["hopper"] == "split rows, 4 stages by 1, cluster 2"
+        assert "hopper" not in doctor.launches_in_force(torch.device("cpu"), ["triton"])[0]
+
+        describe = doctor._describe
+        monkeypatch.setattr(doctor, "_describe", lambda device: describe(device) | {"launches": rows})
+        out = nologits("doctor").out
+        assert "B <=" in out
+        assert "split rows, 4 stages by 1, cluster 2" in out
+        assert max(map(len, out.splitlines())) <= 80
+
     def test_fails_when_an_implementation_draws_other_tokens(self, nologits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from nologits import ops
 
@@ -273,7 +333,7 @@ class TestCommand:
 
         result = CliRunner().invoke(app, ["--help"])
         assert result.exit_code == 0
-        assert all(name in result.output for name in ("generate", "doctor", "verify", "bench"))
+        assert all(name in result.output for name in ("generate", "doctor", "verify", "tune", "bench"))
 
     def test_no_arguments_show_the_help(self, nologits: Any) -> None:
         result = nologits()

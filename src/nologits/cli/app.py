@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Impl = Annotated[str, typer.Option("--impl", help="auto, reference, torch or triton; a named one runs or fails.")]
+Impl = Annotated[str, typer.Option("--impl", help="auto, reference, torch, triton or hopper; a named one runs or fails.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 
 
@@ -100,6 +100,29 @@ def verify(
     from .verify import run_verify
 
     raise typer.Exit(run_verify(draws, impl, device, seed, plot))
+
+
+@app.command()
+def tune(
+    vocab: Annotated[int, typer.Option(help="V of the LM head.")] = 151_936,
+    depth: Annotated[int, typer.Option(help="D of the LM head, the hidden size.")] = 4_096,
+    batch: Annotated[
+        list[str] | None, typer.Option(help="Rows; repeat it, or put commas between. Default: 1,16,32,64,128,256.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    impl: Annotated[str, typer.Option(help="auto (what would draw there), triton or hopper.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Repetitions of each candidate.")] = 40,
+    show: Annotated[bool, typer.Option("--show", help="Only print the table in force; needs no GPU.")] = False,
+    arch: Annotated[str | None, typer.Option(help="With --show: of this architecture, like sm90. Default: this GPU's.")] = None,
+) -> None:
+    """Time launch configurations on this GPU and print a table for kernels/config.py.
+
+    A configuration changes the time of a draw, never its result: each candidate's tokens are compared before it is timed, and
+    the exit code is 1 if any differ. The table goes to standard output, everything else to standard error.
+    """
+    from .tune import TuneOptions, run_tune
+
+    raise typer.Exit(run_tune(TuneOptions(vocab, depth, batch or (), dtype, impl, repeats, show, arch)))
 
 
 @app.command(

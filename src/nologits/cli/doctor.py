@@ -1,24 +1,27 @@
-"""``nologits doctor``: what is installed, what would run on each device and why, and two seconds of self-test."""
+"""``nologits doctor``: what is installed, what would run on each device, how and why, and two seconds of self-test."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import platform
 from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
+from torch import Tensor
 
 from .. import __version__
-from ..dispatch import choose, triton_obstacle
+from ..dispatch import choose, hopper_obstacle, triton_obstacle
 from ..head import LMHead
 from ..noise import NOISE_VERSION, philox4x32
-from ..params import SamplingParams
+from ..params import SamplingParams, make_rows
+from ..sources import HiddenSource
 from ..types import IMPLS
 from .console import EXIT_FAILED, device_name, output
 
-_PACKAGES = ("torch", "triton", "transformers", "vllm")
+_PACKAGES = ("torch", "triton", "cuda-bindings", "transformers", "vllm")
 
 # Random123's known answers for Philox4x32-10 (kat_vectors): counter, key, result.
 _PHILOX_ANSWERS = (
@@ -83,18 +86,37 @@ def _philox(device: torch.device) -> Outcome:
 
 def _equality(impl: str, device: torch.device) -> Outcome:
     """The same tokens as the reference. Integer operands: their products are exact, so no difference is forgiven."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(-3, 4, (333, 48), generator=generator).float().to(device)
-    hidden = torch.randint(-1, 2, (8, 48), generator=generator).float().to(device)
-    head = LMHead(weight)
+    name, (hidden, head) = f"{impl} = reference", _operands(impl, device)
     differ = total = 0
     for filters in ({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}):
         params = SamplingParams(temperature=5.0, seed=1, position=2, **filters)
-        drawn = head.sample(hidden, params, num_samples=2, impl=impl).tokens  # type: ignore[arg-type]
-        expected = head.sample(hidden, params, num_samples=2, impl="reference").tokens
+        num_samples = 2
+        if impl == "hopper" and not filters:
+            num_samples = 1
+            if reason := _handed_over(hidden, head, params):
+                return Outcome(name, str(device), False, f"its kernels did not run: {reason}")
+        drawn = head.sample(hidden, params, num_samples=num_samples, impl=impl).tokens  # type: ignore[arg-type]
+        expected = head.sample(hidden, params, num_samples=num_samples, impl="reference").tokens
         differ += int((drawn != expected).sum())
         total += drawn.numel()
-    return Outcome(f"{impl} = reference", str(device), differ == 0, f"{total - differ} of {total} tokens equal")
+    return Outcome(name, str(device), differ == 0, f"{total - differ} of {total} tokens equal")
+
+
+def _operands(impl: str, device: torch.device) -> tuple[Tensor, LMHead]:
+    """Hidden states and a head, bf16 for the Hopper kernels, which hand fp32 over to the portable ones."""
+    dtype = torch.bfloat16 if impl == "hopper" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-3, 4, (333, 48), generator=generator).to(device, dtype)
+    hidden = torch.randint(-1, 2, (8, 48), generator=generator).to(device, dtype)
+    return hidden, LMHead(weight)
+
+
+def _handed_over(hidden: Tensor, head: LMHead, params: SamplingParams) -> str:
+    """Why the Hopper kernels would leave one draw a row to the portable ones; empty if they draw."""
+    from ..hopper import obstacle
+
+    rows = make_rows(params, len(hidden), head.spec.vocab_size, hidden.device)
+    return obstacle(HiddenSource(hidden, head.spec), rows, 1, False)
 
 
 def _statistics(device: torch.device) -> Outcome:
@@ -134,13 +156,33 @@ def _available(device: torch.device) -> list[str]:
 def _describe(device: torch.device) -> dict[str, Any]:
     choice = choose("auto", device)
     obstacle = triton_obstacle(device)
+    available = _available(device)
     return {
         "device": str(device),
         "name": device_name(device),
         "impl": choice.impl,
         "reason": f"no triton: {obstacle}" if obstacle else choice.reason,
-        "available": _available(device),
+        "available": available,
+        "obstacles": {"triton": obstacle, "hopper": hopper_obstacle(device) or obstacle},
+        "launches": launches_in_force(device, available) if device.type == "cuda" else [],
     }
+
+
+def launches_in_force(device: torch.device, available: list[str]) -> list[dict[str, Any]]:
+    """How the benchmark's heads are drawn from in bf16, by batch size: the configuration of each kernel that can run."""
+    from ..bench.cases import CASES, DEFAULT_CASES
+    from ..kernels.config import architecture, hopper_config, multiprocessors, tile_config
+    from .tune import BATCHES, short
+
+    rows = []
+    for case, batch in itertools.product([case for case in CASES if case.name in DEFAULT_CASES], BATCHES):
+        row: dict[str, Any] = {"head": case.name, "V": case.vocab, "D": case.depth, "B": batch}
+        if "triton" in available:
+            row["triton"] = short(tile_config(architecture(device), torch.bfloat16, case.vocab, case.depth, batch))
+        if "hopper" in available:
+            row["hopper"] = short(hopper_config(case.vocab, batch, False, multiprocessors(device)))
+        rows.append(row)
+    return rows
 
 
 def _version(package: str) -> str | None:
@@ -170,6 +212,13 @@ def _show(versions: dict[str, str | None], devices: list[dict[str, Any]], outcom
     console.print(where)
     for device in devices:
         console.print(f"[dim]{device['device']}: {device['name']}[/dim]")
+        hopper = device["obstacles"]["hopper"]
+        if device["impl"] != "hopper" and hopper not in device["reason"]:
+            console.print(f"[dim]{device['device']}: not hopper: {hopper}[/dim]")
+    for device in devices:
+        if device["launches"]:
+            console.print()
+            console.print(_launch_table(device))
 
     tests = _table("Self-test")
     tests.add_column("", no_wrap=True)
@@ -180,6 +229,18 @@ def _show(versions: dict[str, str | None], devices: list[dict[str, Any]], outcom
         tests.add_row(mark, outcome.name, outcome.device, outcome.detail)
     console.print()
     console.print(tests)
+
+
+def _launch_table(device: dict[str, Any]) -> Table:
+    """A line for each head and stretch of batch sizes with the same configurations."""
+    impls = [impl for impl in ("triton", "hopper") if impl in device["launches"][0]]
+    table = _table(f"Launch configurations on {device['device']}: bf16, without log-probabilities")
+    for heading in ("head", "B <=", *impls):
+        table.add_column(heading, header_style="dim", justify="right" if heading == "B <=" else "left")
+    same = itertools.groupby(device["launches"], key=lambda row: [row["head"], *(row[impl] for impl in impls)])
+    for (head, *configs), rows in same:
+        table.add_row(head, str(list(rows)[-1]["B"]), *configs)
+    return table
 
 
 def _table(title: str) -> Table:

@@ -50,7 +50,7 @@ def shared_bytes(config: HopperConfig) -> int:
     """Dynamic shared memory of one block: room to align, stages, noise codes, barriers."""
     stage = (config.tile + config.rows) * TILE_D * 2
     codes = _CODE_BYTES[config.sharing]
-    return 1024 + config.stages * (stage + 16) + codes + 16 + 64
+    return 1024 + config.stages * (stage + 16) + codes + 16
 
 
 def grid(config: HopperConfig, batch: int, vocab: int, masses: bool, processors: int) -> tuple[int, int]:

@@ -247,78 +247,78 @@ __device__ __forceinline__ void request_transform(float (&x)[IDS], const Params&
 
 // ---- masses
 
-// A sum of 2^(x inverse - reference). The order of its terms is fixed: within 128 ids by row_mass, of the two halves of 256
+// A sum of 2^((x - reference) inverse). The order of its terms is fixed: within 128 ids by row_mass, of the two halves of 256
 // ids by combine, of those by the merge. So a row's mass has the same bits in every launch.
 struct Mass {
     float reference, sum;
 };
 
-__device__ __forceinline__ Mass combine(const Mass& low, const Mass& high) {
+__device__ __forceinline__ Mass combine(const Mass& low, const Mass& high, float inverse) {
     if (!(high.sum > 0.0f)) return low;
     if (!(low.sum > 0.0f)) return high;
     const float reference = fmaxf(low.reference, high.reference);
-    return {reference, low.sum * exp2_approx(low.reference - reference) + high.sum * exp2_approx(high.reference - reference)};
+    return {reference, low.sum * exp2_approx((low.reference - reference) * inverse) +
+                           high.sum * exp2_approx((high.reference - reference) * inverse)};
 }
 
-// Over the 32 ids of a thread from `start` on, and the four lanes that share the row.
-template <int start>
+// Over 32 ids of a thread and the four lanes that share the row.
+template <int start, bool fused>
 __device__ __forceinline__ float row_sum(const float (&x)[IDS], int h, float inverse, float reference) {
+    const float scaled = reference * inverse;
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < 32; ++i) sum[i & 3] += exp2_approx(__fmaf_rn(x[register_at(start + i, h)], inverse, -reference));
+    for (int i = 0; i < 32; ++i) {
+        const float logit = x[register_at(start + i, h)];
+        sum[i & 3] += exp2_approx(fused ? __fmaf_rn(logit, inverse, -scaled) : (logit - reference) * inverse);
+    }
     float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     total += __shfl_xor_sync(ALL, total, 1);
-    return total + __shfl_xor_sync(ALL, total, 2);
+    total += __shfl_xor_sync(ALL, total, 2);
+    // `scaled` is rounded once, for all terms alike; what that makes of them is known exactly.
+    return fused ? total * exp2_approx(__fmaf_rn(-reference, inverse, scaled)) : total;
 }
 
 template <int start, int ids>
-__device__ __forceinline__ float row_peak(const float (&x)[IDS], int h, float inverse) {
+__device__ __forceinline__ float row_peak(const float (&x)[IDS], int h) {
     float peak = x[register_at(start, h)];
 #pragma unroll
     for (int i = 1; i < ids; ++i) peak = fmaxf(peak, x[register_at(start + i, h)]);
     peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
     peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
-    return peak == -infinity() ? 0.0f : peak * inverse;
+    return peak == -infinity() ? 0.0f : peak;
 }
 
-// Any reference will do that lets no term overflow: the largest of a few logits, or where that fails the largest of all.
-// Rounding it costs nothing, being the reference.
+// Any reference will do that lets no term overflow: the largest of a few logits, or where that fails the largest of all. One
+// multiply-add a term will do unless the exponents are so large that rounding the reference shows.
 template <int start>
 __device__ __forceinline__ Mass row_mass(const float (&x)[IDS], int h, float inverse) {
     Mass mass;
-    mass.reference = row_peak<start, 4>(x, h, inverse);
-    mass.sum = row_sum<start>(x, h, inverse, mass.reference);
-    const bool failed = !(mass.sum < 1.0e18f);
+    mass.reference = row_peak<start, 4>(x, h);
+    mass.sum = row_sum<start, true>(x, h, inverse, mass.reference);
+    const bool failed = !(mass.sum < 1.0e18f && fabsf(mass.reference * inverse) < 1.0e6f);
     if (__any_sync(ALL, failed)) {
-        const float peak = row_peak<start, 32>(x, h, inverse), again = row_sum<start>(x, h, inverse, peak);
+        const float peak = row_peak<start, 32>(x, h), again = row_sum<start, false>(x, h, inverse, peak);
         if (failed) mass = {peak, again};
     }
     return mass;
 }
 
-// Where one warpgroup leaves the masses of its half for the other, warp by warp.
-struct MassExchange {
-    float2* half;  // [2][16]: of this warp's rows
-    u32 ready, free;
-    u32 parity = 0;
-};
-
-// Stores the masses of this warp's rows, 256 ids at a time. The second warpgroup waits for the first one's half.
-__device__ __forceinline__ void store_masses(const float (&x)[IDS], const Params& p, const Row (&rows)[2], MassExchange& exchange,
-                                             int tile, int kind, float2* masses) {
+// Stores the masses of this warp's rows, 256 ids at a time. Of warpgroups with the same rows the first one leaves its half in
+// `halves` ([2 kinds][16 rows] of this warp) for the second, unless it is `alone`.
+__device__ __forceinline__ void store_masses(const float (&x)[IDS], const Params& p, const Row (&rows)[2], float2* halves, int tile,
+                                             bool alone, bool tempered, float2* masses) {
     const int lane = threadIdx.x & 31, warpgroup = threadIdx.x >> 7;
-    const bool alone = SHARING == TURNS && warpgroup == 0 && tile + 1 >= p.tiles;  // the other half does not exist
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float inverse = kind == 0 ? rows[h].inverse : LOG2E;
+        const float inverse = tempered ? rows[h].inverse : LOG2E;
         Mass mass = row_mass<0>(x, h, inverse);
-        if constexpr (SHARING == SPLIT_ROWS) mass = combine(mass, row_mass<IDS / 2 - 32>(x, h, inverse));
-        float2* const half = exchange.half + 32 * kind + (lane >> 2) + 8 * h;
+        if constexpr (SHARING == SPLIT_ROWS) mass = combine(mass, row_mass<IDS / 2 - 32>(x, h, inverse), inverse);
+        float2* const half = halves + (tempered ? 0 : 16) + (lane >> 2) + 8 * h;
         if (EXCHANGE && warpgroup == 0 && !alone) {
             if ((lane & 3) == 0) *half = make_float2(mass.reference, mass.sum);
             continue;
         }
-        if (EXCHANGE && warpgroup == 1) mass = combine({half->x, half->y}, mass);
+        if (EXCHANGE && warpgroup == 1) mass = combine({half->x, half->y}, mass, inverse);
         if ((lane & 3) == 0 && rows[h].valid)
             masses[static_cast<i64>(rows[h].row) * p.mass_tiles + (SHARING == TURNS ? tile >> 1 : tile)] = make_float2(mass.reference, mass.sum);
     }
@@ -456,7 +456,7 @@ __device__ __forceinline__ Row make_row(const Params& p, int row) {
             {NOTHING_ORDER, NO_TOKEN, 0.0f}};
 }
 
-__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* codes, MassExchange exchange,
+__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* codes, float2* halves,
                                         Candidate* winners) {
     const int lane = threadIdx.x & 31, warpgroup = threadIdx.x >> 7;
     const int warp_row = blockIdx.x * ROWS + 16 * ((threadIdx.x >> 5) & (ROWS / 16 - 1));
@@ -517,22 +517,21 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         // Transform, and masses before and after what the request adds
         head_transform(x, p, v0, v0 - (lane & 3) * 2 + WIDTH);
 #if MASS || RAW
-        if (EXCHANGE) {
-            if (warpgroup == 0) barrier_wait(exchange.free, exchange.parity ^ 1);
-            else barrier_wait(exchange.ready, exchange.parity);
-            exchange.parity ^= 1;
-        }
+        const int pair = 2 + ((threadIdx.x >> 5) & 3);  // barriers of this warp and its twin with the same rows
+        const bool more = tile_at(q + 1) < p.tiles, alone = SHARING == TURNS && warpgroup == 0 && !more;
+        if (EXCHANGE && warpgroup == 0 && q > 0) named_barrier<64>(pair + 4);  // the halves have been read
+        if (EXCHANGE && warpgroup == 1) named_barrier<64>(pair);               // the halves are there
 #endif
 #if RAW
-        store_masses(x, p, rows, exchange, tile, 1, p.raw_masses);
+        store_masses(x, p, rows, halves, tile, alone, false, p.raw_masses);
 #endif
         request_transform(x, p, rows, v0);
 #if MASS
-        store_masses(x, p, rows, exchange, tile, 0, p.masses);
+        store_masses(x, p, rows, halves, tile, alone, true, p.masses);
 #endif
 #if MASS || RAW
-        __syncwarp();
-        if (EXCHANGE && lane == 0) barrier_arrive(warpgroup == 0 ? exchange.ready : exchange.free);
+        if (EXCHANGE && warpgroup == 0 && !alone) named_barrier_arrive<64>(pair);
+        if (EXCHANGE && warpgroup == 1 && more) named_barrier_arrive<64>(pair + 4);
 #endif
 
         // Scores of those who could win; then, while the other warpgroup multiplies, the next tile's noise
@@ -567,12 +566,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
                       const __grid_constant__ Params p) {
     extern __shared__ unsigned char memory[];
     __shared__ Candidate winners[64];
-    __shared__ float2 halves[4][64];
+    __shared__ float2 halves[4][32];
     // Stages first: the swizzle needs them at multiples of 1,024 bytes.
     const u32 stages = (shared_address(memory) + 1023) & ~1023u;
     u32* const codes = reinterpret_cast<u32*>(memory + (stages - shared_address(memory)) + STAGES * STAGE_BYTES);
-    const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES, turn = empty + 8 * STAGES,
-              exchange = turn + 16;
+    const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
 
     allow_dependents();  // the merge kernel may start and wait
     if (threadIdx.x == 0) {
@@ -583,7 +581,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
             barrier_init(empty + 8 * s, (SHARING == TURNS ? 4 : 8) * CLUSTER);  // one arrival a warp that reads it
         }
         for (int w = 0; w < 2; ++w) barrier_init(turn + 8 * w, 4);
-        for (int i = 0; i < 8; ++i) barrier_init(exchange + 8 * i, 1);
         barrier_init_fence();
     }
 #if CLUSTER == 1
@@ -598,9 +595,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
         __syncwarp();
     } else {
         take_registers<240>();
-        const int warp = (threadIdx.x >> 5) & 3;
-        consume(p, stages, full, empty, turn, codes + (threadIdx.x >> 5) * (SLOTS * 32),
-                {halves[warp], exchange + 16 * warp, exchange + 16 * warp + 8}, winners);
+        consume(p, stages, full, empty, turn, codes + (threadIdx.x >> 5) * (SLOTS * 32), halves[(threadIdx.x >> 5) & 3], winners);
     }
 #if CLUSTER > 1
     cluster_sync();  // a block must not leave while others may still arrive at its barriers

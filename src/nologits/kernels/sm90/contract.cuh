@@ -157,7 +157,7 @@ struct Params {
     const i64* seed;
     const i64* position;
     const i64* entropy;
-    // between the kernels: winners (logit, token) [B, slots]; masses (reference in base 2, sum) [B, mass_tiles]
+    // between the kernels: winners (logit, token) [B, slots]; masses (reference, sum) [B, mass_tiles]
     float2* winners;
     float2* masses;
     float2* raw_masses;
@@ -193,10 +193,9 @@ __device__ __forceinline__ float row_temperature(const Params& p, int row) {
 // Finite and not negative; other rows have no token.
 __device__ __forceinline__ bool possible(float temperature) { return temperature >= 0.0f && temperature < infinity(); }
 
-// 1 / T in base 2, bounded so that times a logit it stays finite: below T = 1e-25 only equal logits share the mass anyway.
-// T = 0 has no tempered mass and any number will do.
+// 1 / T in base 2, finite for every T; T = 0 has no tempered mass and any number will do.
 __device__ __forceinline__ float row_inverse(float temperature) {
-    return temperature > 0.0f ? fminf(LOG2E / temperature, 1.4e25f) : 1.0f;
+    return temperature > 0.0f ? fminf(LOG2E / temperature, 3.0e38f) : 1.0f;
 }
 
 __device__ __forceinline__ float score(float logit, float spread, u32 word) {

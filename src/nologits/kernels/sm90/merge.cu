@@ -1,6 +1,6 @@
 // The draw's second stage: the winner among a row's slots, and its log-probabilities.
 //
-//     log_mass = l / T + log(sum_t mass_t exp(r_t - l / T))        logprob = l / T - log_mass
+//     log_mass = l / T + log(sum_t mass_t exp((r_t - l) / T))        logprob = l / T - log_mass
 //
 // l is the winner's logit and r_t the reference of the mass of the t-th 256 ids. A slot holds a logit and a token:
 // the score is made again from them, bit for bit, which halves the scratch. Sums run in an order that depends on V alone.
@@ -17,12 +17,12 @@
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 
-// Mass of the row relative to 2^(logit inverse), as a logarithm in base 2; the same in all threads.
+// Mass of the row relative to `logit`, as a logarithm in base 2; the same in all threads.
 __device__ __forceinline__ float log2_total(const float2* masses, int tiles, float logit, float inverse, float* scratch) {
     float total = 0.0f;
     for (int t = threadIdx.x; t < tiles; t += THREADS) {
         const float2 mass = masses[t];
-        if (mass.y > 0.0f) total += mass.y * exp2_approx(__fmaf_rn(-logit, inverse, mass.x));
+        if (mass.y > 0.0f) total += mass.y * exp2_approx((mass.x - logit) * inverse);
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) total += __shfl_xor_sync(0xFFFFFFFF, total, lanes);

@@ -104,6 +104,11 @@ __device__ __forceinline__ void named_barrier(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(threads) : "memory");
 }
 
+template <int threads>
+__device__ __forceinline__ void named_barrier_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(threads) : "memory");
+}
+
 // ---- registers
 
 template <int count>
