@@ -16,8 +16,8 @@ from nologits import cli
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from nologits.bench import cases, peers, providers, report, suite, timing
-from nologits.bench.gate import Gate
+from nologits.bench import cases, head, peers, providers, report, suite, timing
+from nologits.bench.gate import HeadGate
 
 TINY = cases.Case("tiny", 512, 32, "a test's")
 
@@ -47,6 +47,14 @@ def draw(inputs, impl="torch", logprobs=False):
     return inputs.head.sample(inputs.hidden, inputs.params, impl=impl, logprobs=logprobs)
 
 
+def cell(case, batch=1, mode="plain"):
+    return suite.Cell(case.name, case.vocab, case.depth, batch, mode, lambda: tiny_inputs(batch, mode))
+
+
+def prepare(inputs, names, mode="plain"):
+    return suite.prepare(head.SUITE, inputs, mode, names)
+
+
 def make_record(batches=(1, 16, 64), modes=("plain",)):
     """A record as the suite makes it, of times that were never measured."""
     us = {"matmul": 300.0, "nologits-triton": 310.0, "multinomial": 450.0, "flashsampling": 400.0}
@@ -55,7 +63,7 @@ def make_record(batches=(1, 16, 64), modes=("plain",)):
     for batch in batches:
         for mode in modes:
             times = {name: timing.Timing(t + batch, t + batch - 1, t + batch + 2, True) for name, t in us.items()}
-            rows += suite.make_rows(cases.CASES[0], batch, mode, times, dict.fromkeys(us, 1_000), ceilings)
+            rows += head.make_rows(cell(cases.CASES[0], batch, mode), times, dict.fromkeys(us, 1_000), ceilings)
     header = dict.fromkeys(HEADER[2:], "x")
     return {"schema": 1, "suite": "head"} | header | ceilings._asdict() | {"skipped": [], "rows": rows}
 
@@ -87,6 +95,16 @@ class TestCases:
         assert len(set(inputs.params.seed.tolist())) == 64
         assert not torch.equal(draw(inputs).tokens, draw(tiny_inputs(64, "greedy")).tokens)
 
+    @pytest.mark.parametrize("mode", cases.MODES)
+    def test_the_draws_leave_torchs_generator_alone(self, mode):
+        params = tiny_inputs(4, mode).params
+        assert (params.seed.dtype, params.position.dtype) == (torch.uint64, torch.int64)
+        before = torch.get_rng_state()
+        draw(tiny_inputs(4, mode))
+        assert torch.equal(before, torch.get_rng_state())
+        draw(tiny_inputs(4)._replace(params=nl.SamplingParams(seed=torch.arange(4))))  # the control: int64 seeds draw from it
+        assert not torch.equal(before, torch.get_rng_state())
+
     def test_counts_of_bytes_and_operations(self):
         assert cases.traffic_bytes(100, 10, 3) == 2 * 100 * 10 + 2 * 3 * 10
         assert cases.operations(100, 10, 3) == 6_000
@@ -96,7 +114,7 @@ class TestGate:
     @pytest.mark.parametrize("mode", cases.MODES)
     def test_a_right_sampler_passes(self, mode):
         inputs = tiny_inputs(16, mode)
-        assert Gate(inputs, mode).check("ours", draw(inputs, logprobs="processed" if mode == "logprobs" else False)) == 0
+        assert HeadGate(inputs, mode).check("ours", draw(inputs, logprobs="processed" if mode == "logprobs" else False)) is None
 
     @pytest.mark.parametrize("mode", cases.MODES)
     @pytest.mark.parametrize("batch", [1, 40])
@@ -106,7 +124,7 @@ class TestGate:
         wrong = right.tokens.clone()
         wrong[-1] ^= 1
         with pytest.raises(RuntimeError, match=rf"broken \({mode}\): 1 of {batch} tokens differ .* nothing is measured"):
-            Gate(inputs, mode).check("broken", right._replace(tokens=wrong))
+            HeadGate(inputs, mode).check("broken", right._replace(tokens=wrong))
 
     def test_a_token_that_rounding_explains_is_counted(self):
         inputs = tiny_inputs(3, "greedy")
@@ -117,20 +135,21 @@ class TestGate:
         other = {token: twin, twin: token}[int(drawn.tokens[0])]
         moved = drawn.tokens.clone()
         moved[0] = other
-        assert Gate(inputs, "greedy").check("ours", drawn._replace(tokens=moved)) == 1
+        noted = HeadGate(inputs, "greedy").check("ours", drawn._replace(tokens=moved))
+        assert noted == "ours: 1 of 3 tokens differ from the reference's, within rounding"
 
     def test_wrong_logprobs_are_refused(self):
         inputs = tiny_inputs(4, "logprobs")
         right = draw(inputs, logprobs="processed")
         for change in (right.logprobs + 0.02, right.logprobs * math.nan, None):
             with pytest.raises(RuntimeError, match="log-probabilit"):
-                Gate(inputs, "logprobs").check("broken", right._replace(logprobs=change))
+                HeadGate(inputs, "logprobs").check("broken", right._replace(logprobs=change))
 
     def test_a_wrong_shape_is_refused(self):
         inputs = tiny_inputs(4)
         for drawn in (draw(inputs).tokens, nl.Samples(draw(inputs).tokens[:3])):
             with pytest.raises(RuntimeError, match="must return one token a row"):
-                Gate(inputs, "plain").check("broken", drawn)
+                HeadGate(inputs, "plain").check("broken", drawn)
 
     def test_the_suite_asks_the_gate(self, monkeypatch):
         """Control of the wiring: the same wrong implementation under a provider's name."""
@@ -142,7 +161,7 @@ class TestGate:
 
         monkeypatch.setitem(providers.PROVIDERS, "nologits-triton", broken)
         with pytest.raises(RuntimeError, match="8 of 8 tokens differ"):
-            suite.prepare(inputs, "plain", ["matmul", "nologits-triton"], print)
+            prepare(inputs, ["matmul", "nologits-triton"])
 
 
 class TestProviders:
@@ -156,7 +175,7 @@ class TestProviders:
         inputs = tiny_inputs()
         with pytest.raises(peers.SkipError, match=r"impl must be one of .* got 'nonesuch'"):
             providers.nologits("nonesuch")(inputs, "plain")
-        calls, reasons = suite.prepare(inputs, "plain", ["nologits-hopper", "matmul"], print)
+        calls, reasons, _ = prepare(inputs, ["nologits-hopper", "matmul"])
         assert list(calls) == ["matmul"]
         assert "hopper" in reasons["nologits-hopper"]
 
@@ -178,7 +197,7 @@ class TestProviders:
             return call
 
         monkeypatch.setitem(providers.PROVIDERS, "flashsampling", failing)
-        calls, reasons = suite.prepare(tiny_inputs(), "plain", ["matmul", "flashsampling"], print)
+        calls, reasons, _ = prepare(tiny_inputs(), ["matmul", "flashsampling"])
         assert (list(calls), reasons) == (["matmul"], {"flashsampling": "RuntimeError: Ninja build failed."})
 
     @pytest.mark.parametrize("mode", cases.MODES)
@@ -289,13 +308,13 @@ class TestRecord:
         assert list(record)[-1] == "rows"
         for row in record["rows"]:
             assert list(row)[: len(KEYS)] == KEYS
-            assert list(row)[len(KEYS) :] == list(suite.EXTRA_KEYS)
+            assert list(row)[len(KEYS) :] == list(head.EXTRA_KEYS)
 
     def test_values(self):
         us = {"matmul": 100.0, "nologits-triton": 120.0, "multinomial": 300.0, "flashsampling": 180.0}
         times = {name: timing.Timing(t, t - 1, t + 1, True) for name, t in us.items()}
         case = cases.Case("c", 1_000, 100, "m")
-        rows = suite.make_rows(case, 4, "plain", times, dict.fromkeys(us, 7), timing.Ceilings(4.0, 1.0))
+        rows = head.make_rows(cell(case, 4), times, dict.fromkeys(us, 7), timing.Ceilings(4.0, 1.0))
         by_name = {row["provider"]: row for row in rows}
         ours = by_name["nologits-triton"]
         assert (ours["ratio_to_matmul"], ours["us"], ours["p20_us"], ours["p80_us"]) == (1.2, 120, 119, 121)
@@ -306,7 +325,7 @@ class TestRecord:
 
     def test_without_a_matmul_the_record_is_still_json(self):
         times = {"nologits-triton": timing.Timing(1.0, 1.0, 1.0, False)}
-        row = suite.make_rows(TINY, 1, "plain", times, {"nologits-triton": 0}, timing.Ceilings(1.0, 1.0))[0]
+        row = head.make_rows(cell(TINY), times, {"nologits-triton": 0}, timing.Ceilings(1.0, 1.0))[0]
         assert (row["ratio_to_matmul"], row["speedup"], row["captured"]) == (None, None, False)
         json.loads(json.dumps(row, allow_nan=False))
 
@@ -322,26 +341,74 @@ class TestRecord:
         monkeypatch.setenv("GIT_DIR", "/no/such/repository")
         assert suite.commit() == "unknown"
 
-    def test_the_suite_from_end_to_end(self, monkeypatch):
-        """Everything but the clock, on this CPU: the cells, the gate, the skips, the rows."""
-        monkeypatch.setattr(suite, "CASES", (TINY,))
-        monkeypatch.setattr(suite, "make_weight", lambda case: cases.make_weight(case, "cpu"))
+    @pytest.fixture
+    def on_the_cpu(self, monkeypatch):
+        """The tiny head with everything but the clock."""
+        monkeypatch.setattr(head, "CASES", (TINY,))
+        monkeypatch.setattr(head, "make_weight", lambda case: cases.make_weight(case, "cpu"))
         monkeypatch.setattr(suite, "environment", lambda: dict.fromkeys(HEADER[2:], "x"))
         monkeypatch.setattr(suite, "measure_ceilings", lambda: timing.Ceilings(1.0, 1.0))
         monkeypatch.setattr(suite, "measure", lambda calls, repeats: {n: timing.Timing(2.0, 1.0, 3.0, True) for n in calls})
         monkeypatch.setattr(suite, "extra_bytes", lambda call: 64)
         monkeypatch.setitem(providers.PROVIDERS, "nologits-triton", providers.nologits("torch"))
+
+    def test_the_suite_from_end_to_end(self, monkeypatch, on_the_cpu):
+        """The cells, the gate, the skips, the rows."""
         monkeypatch.delenv(peers.FLASHSAMPLING, raising=False)
         peers.flashsampling_kernel.cache_clear()
         names = ["matmul", "nologits-hopper", "nologits-triton", "multinomial", "flashsampling"]
-        notes, cells = [], []
+        notes, cells, record = [], [], {}
         plan = suite.Plan(["tiny"], [1, 3], list(cases.MODES), names)
-        record = suite.run(plan, notes.append, cells.append)
+        suite.run(head.SUITE, plan, record, notes.append, cells.append)
         assert len(cells) == plan.cells == 6
+        assert cells[0] == "tiny, B = 1, plain"
+        assert list(record)[:8] == HEADER
         assert [row["provider"] for row in record["rows"]] == ["matmul", "nologits-triton", "multinomial"] * 6
         assert {(row["B"], row["mode"]) for row in record["rows"]} == {(b, m) for b in (1, 3) for m in cases.MODES}
         assert len(record["skipped"]) == len(notes) == 6  # two providers in three modes, told once and not a batch size each
         json.dumps(record, allow_nan=False)
+
+    @pytest.mark.parametrize("error", [RuntimeError("a bug\nof ours"), KeyboardInterrupt()])
+    def test_a_failure_loses_no_row(self, monkeypatch, on_the_cpu, tmp_path, capfd, error):
+        """The second cell fails; the first is written, with the error beside it, and the error still ends the run."""
+        right = providers.PROVIDERS["nologits-triton"]
+
+        def fails_later(inputs, mode):
+            if len(inputs.hidden) == 3:
+                raise error
+            return right(inputs, mode)
+
+        monkeypatch.setitem(providers.PROVIDERS, "nologits-triton", fails_later)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr("nologits.bench.cli.CASES", (TINY,))
+        arguments = ["--case", "tiny", "--batch", "1,3", "--provider", "matmul,nologits-triton"]
+        arguments += ["--output", str(tmp_path / "r.json"), "--csv", str(tmp_path / "r.csv")]
+        if isinstance(error, RuntimeError):
+            with pytest.raises(RuntimeError, match="a bug"):  # a traceback and exit code 1
+                cli.main(["bench", *arguments])
+        else:
+            assert cli.main(["bench", *arguments]) == 130
+        out, err = capfd.readouterr()
+        record = json.loads(out.splitlines()[-1])
+        assert record == json.loads((tmp_path / "r.json").read_text())
+        assert record["error"] == ("RuntimeError: a bug" if isinstance(error, RuntimeError) else "KeyboardInterrupt")
+        assert [(row["B"], row["provider"]) for row in record["rows"]] == [(1, "matmul"), (1, "nologits-triton")]
+        assert f"incomplete: {record['error']}" in err
+        assert (tmp_path / "r.csv").read_text().count("\n") == 3
+
+    def test_a_gate_that_fails_at_once_leaves_a_record_without_rows(self, monkeypatch, on_the_cpu, capfd):
+        def broken(inputs, mode):
+            drawn = draw(inputs)
+            return lambda: drawn._replace(tokens=drawn.tokens ^ 1)
+
+        monkeypatch.setitem(providers.PROVIDERS, "nologits-triton", broken)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr("nologits.bench.cli.CASES", (TINY,))
+        with pytest.raises(RuntimeError, match="nothing is measured"):
+            cli.main(["bench", "--case", "tiny", "--batch", "4", "--provider", "nologits-triton"])
+        record = json.loads(capfd.readouterr().out)
+        assert record["rows"] == []
+        assert record["error"].startswith("RuntimeError: nologits-triton (plain): 4 of 4 tokens differ")
 
 
 class TestReport:
@@ -360,7 +427,7 @@ class TestReport:
         (tmp_path / "r.json").write_text(json.dumps(make_record(batches=(16,))))
         code, out, err = nologits("bench", "plot", tmp_path / "r.json")
         assert (code, out) == (0, "")
-        assert all(column in err for column in report.COLUMNS)
+        assert all(column in err for column in report.COLUMNS["head"])
         line = next(line for line in err.splitlines() if "nologits-triton" in line)
         assert [cell.strip() for cell in line.strip("│ ").split("│")] == [
             *("nologits-triton", "326.0", "325-328", "3,818", "90.9%", "1.032", "0.00 MB", "1.28x"),
@@ -419,10 +486,14 @@ class TestPlots:
         ]
 
     def test_every_provider_has_a_colour_and_marker_of_its_own(self):
-        from nologits.bench.plots import STYLES
+        from nologits.bench.filter_providers import FILTER_PROVIDERS
+        from nologits.bench.plots import FILTER_STYLES, HEAD_STYLES
 
-        assert set(STYLES) == set(providers.PROVIDERS)
-        assert len({colour for colour, _ in STYLES.values()}) == len({marker for _, marker in STYLES.values()}) == len(STYLES)
+        for styles, known in ((HEAD_STYLES, providers.PROVIDERS), (FILTER_STYLES, FILTER_PROVIDERS)):
+            assert set(styles) == set(known)
+            assert (
+                len({colour for colour, _ in styles.values()}) == len({marker for _, marker in styles.values()}) == len(styles)
+            )
 
 
 class TestCommand:
@@ -456,11 +527,12 @@ class TestCommand:
 
         plans = []
 
-        def run(plan, note, begin):
+        def run(suite, plan, record, note, begin):
+            assert suite.name == "head"
             plans.append(plan)
             note("a peer skipped")
             begin("a cell")
-            return make_record()
+            record |= make_record()
 
         monkeypatch.setattr(bench_cli, "run", run)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

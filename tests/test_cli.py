@@ -259,20 +259,19 @@ class TestDoctor:
         from nologits.kernels import config
 
         monkeypatch.setattr(config, "architecture", lambda device: "sm90")
-        monkeypatch.setattr(config, "multiprocessors", lambda device: 132)
         rows = doctor.launches_in_force(torch.device("cpu"), ["reference", "torch", "triton", "hopper"])
         assert [(row["head"], row["B"]) for row in rows] == [
             (head, batch) for head in ("small", "large") for batch in (1, 16, 32, 64, 128, 256)
         ]
         assert rows[0]["triton"] == "128x16x128, 4 warps, 4 stages"
-        assert rows[5]["hopper"] == "split rows, 4 stages by 1, cluster 2"
+        assert rows[5]["hopper"] == "shared 128, 4 stages by 1, cluster 2"
         assert "hopper" not in doctor.launches_in_force(torch.device("cpu"), ["triton"])[0]
 
         describe = doctor._describe
         monkeypatch.setattr(doctor, "_describe", lambda device: describe(device) | {"launches": rows})
         out = nologits("doctor").out
         assert "B <=" in out
-        assert "split rows, 4 stages by 1, cluster 2" in out
+        assert "shared 128, 4 stages by 1, cluster 2" in out
         assert max(map(len, out.splitlines())) <= 80
 
     def test_fails_when_an_implementation_draws_other_tokens(self, nologits: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from nologits.kernels.config import HOPPER_CONFIGS, TILES, TileConfig
 
 H200_SHARED = 232_448
 BF16, FP32 = torch.bfloat16, torch.float32
-TRITON = Target("triton", "sm90", BF16, 151_936, 4_096, 132, H200_SHARED)
+TRITON = Target("triton", "sm90", BF16, 151_936, 4_096, H200_SHARED)
 HOPPER = TRITON._replace(impl="hopper")
 
 
@@ -77,7 +77,6 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
         monkeypatch.setattr(tune, "resolve_impl", lambda impl_, device: Choice(impl, "a test"))
         monkeypatch.setattr(tune, "architecture", lambda device: target.arch)
-        monkeypatch.setattr(tune, "multiprocessors", lambda device: target.processors)
         monkeypatch.setattr(tune, "make_operands", lambda target, device: None)
         monkeypatch.setattr(tune, "make_workload", lambda target, operands, batch: bench.workload(batch))
         monkeypatch.setattr(
@@ -107,7 +106,7 @@ class TestCandidates:
         assert candidates[0] == target.in_force(batch)
         assert len(candidates) == len(set(candidates)) > 1
 
-    @pytest.mark.parametrize(("batch", "count"), [(1, 2), (64, 2), (65, 4), (128, 4), (129, 3), (256, 5), (320, 2)])
+    @pytest.mark.parametrize(("batch", "count"), [(1, 3), (64, 3), (128, 3), (129, 4), (256, 4), (320, 3)])
     def test_clusters_need_their_blocks_in_pairs(self, batch, count):
         candidates = tune.hopper_candidates(batch)
         assert len(candidates) == count
@@ -173,11 +172,11 @@ class TestTable:
         assert line.endswith(", in force")
 
     def test_hopper_lines_say_what_changes(self):
-        turns, clustered = config.HOPPER_TURNS, config.HOPPER_TURNS_CLUSTERED
-        line = tune.hopper_line(Result(64, [Trial(turns, 110.0), Trial(clustered, 100.0)], 1.0, clustered))
-        assert line.endswith("# HOPPER_TURNS_CLUSTERED, instead of HOPPER_TURNS, 10.0% faster")
-        line = tune.hopper_line(Result(64, [Trial(turns, None), Trial(clustered, 100.0)], 1.0, clustered))
-        assert line.endswith("instead of HOPPER_TURNS, which does not run")
+        turns, wide = config.HOPPER_TURNS_64, config.HOPPER_TURNS_128
+        line = tune.hopper_line(Result(64, [Trial(turns, 110.0), Trial(wide, 100.0)], 1.0, wide))
+        assert line.endswith("# HOPPER_TURNS_128, instead of HOPPER_TURNS_64, 10.0% faster")
+        line = tune.hopper_line(Result(64, [Trial(turns, None), Trial(wide, 100.0)], 1.0, wide))
+        assert line.endswith("instead of HOPPER_TURNS_64, which does not run")
         line = tune.hopper_line(Result(64, [Trial(turns, None)], 1.0, turns))
         assert line.endswith("in force, but it does not run")
 
@@ -259,9 +258,10 @@ class TestCommand:
         code, out, err = nologits()
         assert code == 0, err
         assert bench.batches == [1, 16, 32, 64, 128, 256]
-        assert read(out.splitlines())[256] == config.HOPPER_SPLIT_ROWS_CLUSTERED
-        assert read(out.splitlines())[128] == config.HOPPER_SPLIT_ROWS
-        assert "128: HopperConfig(Sharing.SPLIT_ROWS, stages=4, pair=1, cluster=1),  # HOPPER_SPLIT_ROWS, instead of" in out
+        assert read(out.splitlines())[256] == config.HOPPER_SHARED_CLUSTERED
+        assert read(out.splitlines())[128] == config.HOPPER_SHARED
+        line = "128: HopperConfig(turns=False, rows=128, stages=4, pair=1, cluster=1),  # HOPPER_SHARED, instead of"
+        assert line in out
 
     @pytest.mark.parametrize("options", [("--dtype", "float32"), ("--depth", "1001")])
     def test_auto_is_what_would_draw(self, nologits, gpu, options):
@@ -359,7 +359,7 @@ class TestCommand:
 class TestKernels:
     """The kernels themselves, in Triton's interpreter, under a clock that is not there."""
 
-    TARGET = Target("triton", "interpreter", FP32, 300, 48, 1, sys.maxsize)
+    TARGET = Target("triton", "interpreter", FP32, 300, 48, sys.maxsize)
     OTHERS = (TileConfig(256, 16, 32, 4, 3), TileConfig(128, 32, 64, 8, 3))
 
     def workload(self, batch):

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import fused
 from .kernels.arguments import tma_fits
 from .kernels.categorical_sm90 import launch_draw
-from .kernels.config import HopperConfig, hopper_config, multiprocessors
+from .kernels.config import HopperConfig, hopper_config
 from .params import RowParams
 from .sources import HiddenSource, LogitsSource
 from .types import Samples
@@ -26,16 +26,16 @@ def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: in
     assert isinstance(source, HiddenSource)
     if not tma_fits(source.hidden):
         source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
-    drawn = launch_draw(source, rows, processed, raw, config_for(source, processed or raw))
+    drawn = launch_draw(source, rows, processed, raw, config_for(source))
     if any(isinstance(value, Tensor) for value in (rows.top_k, rows.top_p, rows.min_p)):
         # Greedy rows come here with filters that do not matter, but whose impossible values do.
         return drawn.invalidate(rows.impossible(source.batch, source.device))
     return drawn
 
 
-def config_for(source: HiddenSource, masses: bool) -> HopperConfig:
-    """The launch used for ``source``, a pure function of what it is and where it lies."""
-    return hopper_config(source.vocab, source.batch, masses, multiprocessors(source.device))
+def config_for(source: HiddenSource) -> HopperConfig:
+    """The launch used for ``source``, a pure function of what it is."""
+    return hopper_config(source.batch)
 
 
 def obstacle(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: int, raw: bool) -> str:
@@ -48,6 +48,9 @@ def obstacle(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: 
         return "bulk copies need a weight with dense rows whose pitch is a multiple of 16 bytes"
     if any(bias is not None and bias.dtype == torch.float64 for bias in (source.head.bias, rows.logit_bias)):
         return "the kernels read biases in fp32, bf16 and fp16"
+    parts = (source.head.bias, rows.logit_bias, rows.bias_ids, rows.bias_values, rows.allowed)
+    if any(part is not None and part.shape[-1] > 1 and part.stride(-1) != 1 for part in parts):
+        return "the kernels read biases and masks whose rows are dense"
     if rows.filtered:
         return "filters need whole rows"
     if num_samples != 1:

@@ -14,15 +14,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..cli.console import UserError, notes
+from ..testing.families import FAMILIES
+from . import filters as filter_suite
+from . import head as head_suite
 from .cases import ALIASES, ALL_BATCHES, CASES, DEFAULT_BATCHES, DEFAULT_CASES, MODES
+from .filter_cases import ALL_FILTER_BATCHES, DEFAULT_FILTER_BATCHES, FILTER_MODES
+from .filter_providers import FILTER_PROVIDERS
+from .peers import brief
 from .providers import PROVIDERS
 from .report import load, tables, write_csv
-from .suite import Plan, run
+from .suite import Plan, Record, Suite, run
 
 _PIPED_COLUMNS = 120
 
 bench = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
+Repeats = Annotated[int, typer.Option("--repeats", help="Repetitions of each cell.", min=3)]
+Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Where to write the JSON.")]
+Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Where to write the rows as CSV.")]
+Providers = Annotated[list[str] | None, typer.Option("--provider", help="Who is measured. Default: all.")]
 Plots = Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Where to write PNG plots (needs matplotlib).")]
 
 
@@ -32,10 +42,10 @@ def measure(
     case: Annotated[list[str] | None, typer.Option(help="LM heads, by case or model, or all. Default: small,large.")] = None,
     batch: Annotated[list[str] | None, typer.Option(help="Batch sizes, or all. Default: 1,16,64,128,256.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help="plain, logprobs, greedy, or all. Default: plain.")] = None,
-    provider: Annotated[list[str] | None, typer.Option(help="Who is measured. Default: all.")] = None,
-    repeats: Annotated[int, typer.Option(help="Repetitions of each cell.", min=3)] = 40,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Where to write the rows as CSV.")] = None,
+    provider: Providers = None,
+    repeats: Repeats = 40,
+    output: Output = None,
+    csv: Csv = None,
     plots: Plots = None,
 ) -> None:
     """Time the fused draw beside the LM-head matmul alone and other samplers (needs a CUDA GPU).
@@ -47,33 +57,44 @@ def measure(
     cases = [ALIASES.get(name, name) for name in _chosen("case", case, DEFAULT_CASES, [c.name for c in CASES], ALIASES)]
     plan = Plan(
         list(dict.fromkeys(cases)),
-        _batches(batch),
+        _batches(batch, ALL_BATCHES, DEFAULT_BATCHES),
         _chosen("mode", mode, ("plain",), MODES),
         _chosen("provider", provider, tuple(PROVIDERS), tuple(PROVIDERS)),
         repeats,
     )
-    if plots is not None:
-        _require_matplotlib()
-    if not torch.cuda.is_available():
-        raise UserError("bench must run on a machine with a CUDA GPU, got none")
-    console = _wide(notes())
-    record = _run(plan, console)
-    console.print(tables(record))
-    print(json.dumps(record), flush=True)  # first, so that a path that cannot be written loses no measurement
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(record, indent=1) + "\n")
-    if csv is not None:
-        write_csv(record, csv)
-    if plots is not None:
-        _plot(record, plots, None, None)
+    _measure(head_suite.SUITE, plan, output, csv, plots)
+
+
+@bench.command()
+def filters(
+    family: Annotated[list[str] | None, typer.Option(help="Families of logits, by name. Default: all.")] = None,
+    batch: Annotated[list[str] | None, typer.Option(help="Batch sizes, or all. Default: 1,8,64,256.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="k50, p90, k50p95, minp05, or all. Default: all.")] = None,
+    provider: Providers = None,
+    repeats: Repeats = 40,
+    output: Output = None,
+    csv: Csv = None,
+    plots: Plots = None,
+) -> None:
+    """Time top-k, top-p and min-p on logits that are there beside one read of them and other samplers (needs a CUDA GPU).
+
+    Options that name several things take a list with commas, or are repeated.
+    """
+    plan = Plan(
+        _chosen("family", family, tuple(FAMILIES), tuple(FAMILIES)),
+        _batches(batch, ALL_FILTER_BATCHES, DEFAULT_FILTER_BATCHES),
+        _chosen("mode", mode, tuple(FILTER_MODES), tuple(FILTER_MODES)),
+        _chosen("provider", provider, tuple(FILTER_PROVIDERS), tuple(FILTER_PROVIDERS)),
+        repeats,
+    )
+    _measure(filter_suite.SUITE, plan, output, csv, plots)
 
 
 @bench.command()
 def plot(
     record: Annotated[Path, typer.Argument(metavar="RECORD", help="The JSON of an earlier run.")],
     plots: Plots = None,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Where to write the rows as CSV.")] = None,
+    csv: Csv = None,
     read_gbps: Annotated[
         float | None, typer.Option(help="Memory ceiling of the roofline, GB/s. Default: the record's.", min=1)
     ] = None,
@@ -93,7 +114,38 @@ def plot(
             typer.echo(path)
 
 
-def _run(plan: Plan, console: Console) -> dict[str, Any]:
+def _measure(suite: Suite, plan: Plan, output: Path | None, csv: Path | None, plots: Path | None) -> None:
+    """Runs a suite and writes what it measured, all of it or what there was when it failed."""
+    if plots is not None:
+        _require_matplotlib()
+    if not torch.cuda.is_available():
+        raise UserError("bench must run on a machine with a CUDA GPU, got none")
+    console = _wide(notes())
+    record: Record = {}
+    try:
+        _run(suite, plan, record, console)
+    except BaseException as error:  # an interrupt too: the rows have cost minutes of a GPU
+        record["error"] = brief(error)
+        raise
+    finally:
+        _write(record, console, output, csv, plots)
+
+
+def _write(record: Record, console: Console, output: Path | None, csv: Path | None, plots: Path | None) -> None:
+    has_rows = bool(record.get("rows"))
+    if has_rows:
+        console.print(tables(record))
+    print(json.dumps(record), flush=True)  # first, so that a path that cannot be written loses no measurement
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(record, indent=1) + "\n")
+    if csv is not None and has_rows:
+        write_csv(record, csv)
+    if plots is not None and has_rows:
+        _plot(record, plots, None, None)
+
+
+def _run(suite: Suite, plan: Plan, record: Record, console: Console) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("ceilings", total=plan.cells)
@@ -106,7 +158,7 @@ def _run(plan: Plan, console: Console) -> dict[str, Any]:
             if not console.is_terminal:  # the bar is drawn on terminals only
                 console.print(cell)
 
-        return run(plan, lambda line: console.print(f"  {line}"), begin)
+        run(suite, plan, record, lambda line: console.print(f"  {line}"), begin)
 
 
 def _plot(record: dict[str, Any], folder: Path, read_gbps: float | None, matmul_tflops: float | None) -> list[Path]:
@@ -149,11 +201,11 @@ def _chosen(
     return list(dict.fromkeys(words))
 
 
-def _batches(values: Sequence[str] | None) -> list[int]:
+def _batches(values: Sequence[str] | None, every: Sequence[int], default: Sequence[int]) -> list[int]:
     words = _split(values)
     if "all" in words:
-        return list(ALL_BATCHES)
+        return list(every)
     for word in words:
         if not word.isdecimal() or int(word) < 1:
             raise UserError(f"--batch must be an integer of at least 1, or all, got {word!r}")
-    return sorted({int(word) for word in words}) or list(DEFAULT_BATCHES)
+    return sorted({int(word) for word in words}) or list(default)

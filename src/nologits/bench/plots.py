@@ -1,4 +1,5 @@
-"""Figures of a record: time against B, ratio to the matmul alone against B, roofline; one PNG for each case and mode."""
+"""Figures of a record, one PNG for each case and mode: time against B, its ratio to the floor's (the matmul alone, or one read
+of the logits), and for a head the roofline."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from ..testing.families import FAMILIES
 from .cases import operations, traffic_bytes
-from .report import groups, models, title
+from .filter_cases import logits_bytes
+from .report import groups, subject, title
+from .suite import Row
 
-Row = dict[str, Any]
 Line = list[Row]
 
 # Okabe and Ito's palette, told apart with any colour vision; markers repeat the distinction for print.
-STYLES = {
+HEAD_STYLES = {
     "nologits-hopper": ("#D55E00", "o"),
     "nologits-triton": ("#E69F00", "s"),
     "matmul": ("#000000", "x"),
@@ -27,10 +30,31 @@ STYLES = {
     "flashinfer-topk-topp": ("#882255", "P"),
     "flashsampling": ("#CC79A7", "*"),
 }
+FILTER_STYLES = {
+    "nologits": ("#D55E00", "o"),
+    "nologits-draw": ("#E69F00", "s"),
+    "amax": ("#000000", "x"),
+    "torch-sort": ("#56B4E9", "v"),
+    "torch-topk": ("#0072B2", "^"),
+    "vllm-qrita": ("#CC79A7", "*"),
+    "flashinfer": ("#882255", "P"),
+}
+STYLES = HEAD_STYLES | FILTER_STYLES
+FLOORS = {"matmul": "ratio_to_matmul", "amax": "ratio_to_amax"}
+"""The providers that sample nothing, and where a row has its ratio to them."""
+
 _UNKNOWN = ("#888888", ".")
 _TIMES = tuple(value * 10**power for power in range(7) for value in (1, 1.5, 2, 3, 4, 5, 7))
-_RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7, 10, 15, 20)
-_MODES = {"plain": "draw", "logprobs": "draw and its log-probability", "greedy": "argmax"}
+_RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000)
+_MODES = {
+    "plain": "draw",
+    "logprobs": "draw and its log-probability",
+    "greedy": "argmax",
+    "k50": "top-k 50",
+    "p90": "top-p 0.9",
+    "k50p95": "top-k 50, then top-p 0.95",
+    "minp05": "min-p 0.05",
+}
 
 
 def write_plots(
@@ -69,17 +93,30 @@ def lines(rows: list[Row]) -> dict[str, Line]:
 
 def _figure(record: dict[str, Any], rows: list[Row], read: float | None, peak: float | None) -> Figure:
     first = rows[0]
-    figure = Figure(figsize=(16, 6), layout="constrained")
-    time, ratio, roof = figure.subplots(1, 3)
-    _plot_time(time, rows, read, peak)
-    _plot_ratio(ratio, rows)
-    _plot_roofline(roof, rows, read, peak)
+    has_head = first["D"] > 0
+    figure = Figure(figsize=(16 if has_head else 11, 6), layout="constrained")
+    axes = figure.subplots(1, 3 if has_head else 2)
+    _plot_time(axes[0], rows, read, peak)
+    _plot_ratio(axes[1], rows, "matmul" if has_head else "amax")
+    if has_head:
+        _plot_roofline(axes[2], rows, read, peak)
     what = _MODES.get(first["mode"], first["mode"])
-    head = f"From hidden states to a token ({what}), LM head of {models(first['case'])}: {first['V']:,} x {first['D']:,}, bf16"
-    figure.suptitle(f"{head}\n{title(record)}; cold L2, median, band p20-p80", fontsize=12)
-    handles, labels = time.get_legend_handles_labels()
+    about = f"From hidden states to a token ({what}), LM head of {subject(first)}, bf16"
+    figure.suptitle(
+        f"{about if has_head else f'Filters ({what}) on {subject(first)}'}\n{title(record)}; cold L2, median, band p20-p80",
+        fontsize=12,
+    )
+    handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
     return figure
+
+
+def _floor(row: Row, read: float, peak: float) -> float:
+    """The least time that the ceilings allow, us."""
+    if row["D"] == 0:
+        return logits_bytes(row["case"], row["V"], row["B"]) / read / 1e3
+    shape = (row["V"], row["D"], row["B"])
+    return max(traffic_bytes(*shape) / read / 1e3, operations(*shape) / peak / 1e6)
 
 
 def _plot_time(axis: Axes, rows: list[Row], read: float | None, peak: float | None) -> None:
@@ -88,11 +125,13 @@ def _plot_time(axis: Axes, rows: list[Row], read: float | None, peak: float | No
         batches = [row["B"] for row in line]
         axis.plot(batches, [row["us"] for row in line], color=colour, marker=marker, label=name, **_emphasis(name))
         axis.fill_between(batches, [r["p20_us"] for r in line], [r["p80_us"] for r in line], color=colour, alpha=0.2, lw=0)
-    batches = sorted({row["B"] for row in rows})
-    if read and peak:
-        vocab, depth = rows[0]["V"], rows[0]["D"]
-        floor = [max(traffic_bytes(vocab, depth, b) / read / 1e3, operations(vocab, depth, b) / peak / 1e6) for b in batches]
-        axis.plot(batches, floor, color="#888888", ls="--", label="floor: one read of the head, or its matmul")
+    by_batch = {row["B"]: row for row in rows}
+    batches = sorted(by_batch)
+    has_head = rows[0]["D"] > 0
+    if read and peak and (has_head or rows[0]["case"] in FAMILIES):
+        what = "one read of the head, or its matmul" if has_head else "one read of the logits"
+        floor = [_floor(by_batch[batch], read, peak) for batch in batches]
+        axis.plot(batches, floor, color="#888888", ls="--", label=f"floor: {what}")
     axis.set_yscale("log")
     _batch_axis(axis, batches)
     _ticks(axis, _TIMES, "{:,.0f}")
@@ -100,19 +139,20 @@ def _plot_time(axis: Axes, rows: list[Row], read: float | None, peak: float | No
     axis.set_title("Time")
 
 
-def _plot_ratio(axis: Axes, rows: list[Row]) -> None:
+def _plot_ratio(axis: Axes, rows: list[Row], floor: str) -> None:
     for name, line in lines(rows).items():
-        points = [(row["B"], row["ratio_to_matmul"]) for row in line if row["ratio_to_matmul"] is not None]
+        points = [(row["B"], row[FLOORS[floor]]) for row in line if row.get(FLOORS[floor]) is not None]
         colour, marker = STYLES.get(name, _UNKNOWN)
-        if points and name != "matmul":
+        if points and name != floor:
             axis.plot(*zip(*points, strict=True), color=colour, marker=marker, **_emphasis(name))
     axis.axhline(1, color="black", lw=1.2)
     # Logarithmic, so that the slowest peer does not flatten what happens near 1.
     axis.set_yscale("log")
     _ticks(axis, _RATIOS, "{:g}")
     _batch_axis(axis, sorted({row["B"] for row in rows}))
-    axis.set_ylabel("time / time of the LM-head matmul alone")
-    axis.set_title("Ratio to the matmul alone (lower is better)")
+    what = "the LM-head matmul alone" if floor == "matmul" else "torch.amax"
+    axis.set_ylabel(f"time / time of {what}")
+    axis.set_title(f"Ratio to {'the matmul alone' if floor == 'matmul' else 'one read'} (lower is better)")
 
 
 def _plot_roofline(axis: Axes, rows: list[Row], read: float | None, peak: float | None) -> None:
@@ -169,7 +209,7 @@ def _batch_axis(axis: Axes, batches: list[int]) -> None:
 
 
 def _emphasis(name: str) -> dict[str, Any]:
-    """Our lines are thicker and on top; the matmul, which samples nothing, is dashed."""
+    """Our lines are thicker and on top; what samples nothing is dashed."""
     if name.startswith("nologits"):
         return {"lw": 2.2, "markersize": 6, "zorder": 5}
-    return {"lw": 1.3, "markersize": 6, "zorder": 3, "ls": ":" if name == "matmul" else "-"}
+    return {"lw": 1.3, "markersize": 6, "zorder": 3, "ls": ":" if name in FLOORS else "-"}

@@ -1,4 +1,4 @@
-"""Who is measured. A provider turns a cell's inputs into a call to time, or says in one line why it cannot."""
+"""Who is measured in the head suite. A provider turns inputs into a call to time, or says in one line why it cannot."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .cases import Inputs
 from .peers import SkipError, flashinfer_sampling, flashsampling_kernel
+from .suite import Call
 
-Call = Callable[[], object]
 Provider = Callable[[Inputs, str], Call]
 
 TOP_K, TOP_P = 50, 0.95

@@ -14,13 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cli.console import UserError, megabytes
+from ..testing.families import FAMILIES
 from .cases import CASES
-from .providers import OURS
-from .suite import EXTRA_KEYS, ROW_KEYS, SCHEMA
+from .suite import ROW_KEYS, SCHEMA, Row
 
-Row = dict[str, Any]
+COLUMNS = {
+    "head": ("B", "provider", "us", "p20-p80", "GB/s", "% of read", "x matmul", "extra memory", "speed-up"),
+    "filters": ("B", "provider", "us", "p20-p80", "GB/s", "x amax", "extra memory", "speed-up"),
+}
+"""Of a suite's tables. An unknown suite gets the head's."""
 
-COLUMNS = ("B", "provider", "us", "p20-p80", "GB/s", "% of read", "x matmul", "extra memory", "speed-up")
 _PLOTTED = ("case", "V", "D", "B", "provider", "mode", "us", "p20_us", "p80_us", "ratio_to_matmul")
 """Of a row's keys, what reading a file insists on: results of explorations lack some of the others."""
 
@@ -49,9 +52,13 @@ def title(record: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def models(case: str) -> str:
-    """The models whose head a case is; its own name if it is none of ours."""
-    return next((c.models for c in CASES if c.name == case), case)
+def subject(row: Row) -> str:
+    """What a row is about: the models whose head it is and its shape, or the family of logits and V."""
+    case, vocab, depth = row["case"], row["V"], row["D"]
+    if depth == 0:
+        about = f" ({FAMILIES[case].about})" if case in FAMILIES else ""
+        return f"{case}{about}, {vocab:,} logits"
+    return f"{next((c.models for c in CASES if c.name == case), case)}, {vocab:,} x {depth:,}"
 
 
 def groups(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, str], list[Row]]]:
@@ -62,46 +69,53 @@ def groups(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, str], list[Row]]]:
 
 
 def tables(record: dict[str, Any]) -> Group:
-    """A table for each case and mode: time, spread, bandwidth, ratio to the matmul, memory, speed-up."""
+    """A table for each case and mode: time, spread, bandwidth, ratio to the floor, memory, speed-up."""
+    columns = COLUMNS.get(record.get("suite", ""), COLUMNS["head"])
     heading = [title(record)]
     if "read_gbps" in record:
         heading.append(f"reads {record['read_gbps']:,.0f} GB/s and multiplies at {record['matmul_tflops']:,.0f} TFLOP/s")
-    return Group(Text("; ".join(heading)), *(_table(rows) for _, rows in groups(record["rows"])))
+    if "error" in record:
+        heading.append(f"incomplete: {record['error']}")
+    return Group(Text("; ".join(heading)), *(_table(rows, columns) for _, rows in groups(record["rows"])))
 
 
-def _table(rows: list[Row]) -> Table:
-    first = rows[0]
-    out = Table(title=f"{models(first['case'])}, {first['V']:,} x {first['D']:,}, {first['mode']}", title_justify="left")
-    for name in COLUMNS:
+def _table(rows: list[Row], columns: Sequence[str]) -> Table:
+    out = Table(title=f"{subject(rows[0])}, {rows[0]['mode']}", title_justify="left")
+    for name in columns:
         out.add_column(name, justify="left" if name == "provider" else "right", no_wrap=True)
     for batch, cell in groupby(rows, key=lambda row: row["B"]):
         for position, row in enumerate(cell):
-            out.add_row("" if position else str(batch), *_cells(row), style="bold" if row["provider"] in OURS else "")
+            texts = _texts(row) | {"B": "" if position else str(batch)}
+            out.add_row(*(texts[name] for name in columns), style="bold" if row["provider"].startswith("nologits") else "")
         out.add_section()
     return out
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    speedup, ratio, share = row.get("speedup"), row["ratio_to_matmul"], row.get("bandwidth_share")
+def _texts(row: Row) -> dict[str, str]:
+    """Every column of every suite but B."""
     memory = row.get("extra_bytes")
-    return (
-        row["provider"],
-        f"{row['us']:.1f}" + ("" if row.get("captured", True) else " *"),
-        f"{row['p20_us']:.0f}-{row['p80_us']:.0f}",
-        f"{row['gbps']:,.0f}" if "gbps" in row else "",
-        "" if share is None else f"{share:.1%}",
-        "" if ratio is None else f"{ratio:.3f}",
-        "" if memory is None else megabytes(memory),
-        "" if speedup is None else f"{speedup:.2f}x",
-    )
+    return {
+        "provider": row["provider"],
+        "us": f"{row['us']:.1f}" + ("" if row.get("captured", True) else " *"),
+        "p20-p80": f"{row['p20_us']:.0f}-{row['p80_us']:.0f}",
+        "GB/s": _number(row.get("gbps"), ",.0f"),
+        "% of read": _number(row.get("bandwidth_share"), ".1%"),
+        "x matmul": _number(row["ratio_to_matmul"], ".3f"),
+        "x amax": _number(row.get("ratio_to_amax"), ".2f"),
+        "extra memory": "" if memory is None else megabytes(memory),
+        "speed-up": _number(row.get("speedup"), ".2f", "x"),
+    }
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{unit}"
 
 
 def write_csv(record: dict[str, Any], path: Path) -> None:
     """Writes the rows as CSV with a header line; null is an empty field."""
-    known = (*ROW_KEYS, *EXTRA_KEYS)
-    others = {key: None for row in record["rows"] for key in row if key not in known}
+    fields = dict.fromkeys([*ROW_KEYS, *(key for row in record["rows"] for key in row)])
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*known, *others))
+        writer = csv.DictWriter(file, list(fields))
         writer.writeheader()
         writer.writerows(record["rows"])

@@ -72,7 +72,9 @@ def resolve_impl(impl: str, device: torch.device) -> Choice:
     try:
         return choose(impl, device)
     except ValueError as error:
-        raise UserError(one_line(error).replace("impl='triton'", "--impl triton")) from None
+        raise UserError(
+            one_line(error).replace("impl='triton'", "--impl triton").replace("impl='hopper'", "--impl hopper")
+        ) from None
 
 
 def device_name(device: torch.device) -> str:

@@ -171,7 +171,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
 def launches_in_force(device: torch.device, available: list[str]) -> list[dict[str, Any]]:
     """How the benchmark's heads are drawn from in bf16, by batch size: the configuration of each kernel that can run."""
     from ..bench.cases import CASES, DEFAULT_CASES
-    from ..kernels.config import architecture, hopper_config, multiprocessors, tile_config
+    from ..kernels.config import architecture, hopper_config, tile_config
     from .tune import BATCHES, short
 
     rows = []
@@ -180,7 +180,7 @@ def launches_in_force(device: torch.device, available: list[str]) -> list[dict[s
         if "triton" in available:
             row["triton"] = short(tile_config(architecture(device), torch.bfloat16, case.vocab, case.depth, batch))
         if "hopper" in available:
-            row["hopper"] = short(hopper_config(case.vocab, batch, False, multiprocessors(device)))
+            row["hopper"] = short(hopper_config(batch))
         rows.append(row)
     return rows
 

@@ -24,10 +24,9 @@ from torch import Tensor
 from ..bench.cases import make_inputs
 from ..bench.peers import brief
 from ..bench.timing import measure
-from ..dispatch import hopper_obstacle
 from ..head import LMHead
 from ..kernels import config as launches
-from ..kernels.config import TILES, HopperConfig, TileConfig, architecture, multiprocessors
+from ..kernels.config import TILES, HopperConfig, TileConfig, architecture
 from ..params import RowParams, SamplingParams, make_rows
 from ..selection import MAX_VOCAB
 from ..sources import HiddenSource
@@ -44,7 +43,6 @@ MARGIN = 1.01
 
 MATMUL = "matmul"
 _IMPLS = ("auto", "triton", "hopper")
-_H200_PROCESSORS = 132
 
 
 class TuneOptions(NamedTuple):
@@ -68,13 +66,12 @@ class Target(NamedTuple):
     dtype: torch.dtype
     vocab: int
     depth: int
-    processors: int
     shared_bytes: int
 
     def in_force(self, batch: int) -> Config:
         """The configuration that a draw of ``batch`` rows uses today."""
         if self.impl == "hopper":
-            return launches.hopper_config(self.vocab, batch, False, self.processors)
+            return launches.hopper_config(batch)
         return launches.tile_config(self.arch, self.dtype, self.vocab, self.depth, batch)
 
     def candidates(self, batch: int) -> list[Config]:
@@ -261,16 +258,16 @@ def short(config: Config) -> str:
     if isinstance(config, TileConfig):
         tile = f"{config.BLOCK_V}x{config.BLOCK_B}x{config.BLOCK_D}"
         return f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
-    name = config.sharing.name.lower().replace("_", " ")
-    return f"{name}, {config.stages} stages by {config.pair}, cluster {config.cluster}"
+    name = "turns" if config.turns else "shared"
+    return f"{name} {config.rows}, {config.stages} stages by {config.pair}, cluster {config.cluster}"
 
 
 def code(config: Config) -> str:
     """A configuration as ``kernels/config.py`` writes it."""
     if isinstance(config, TileConfig):
         return f"TileConfig({config.BLOCK_V}, {config.BLOCK_B}, {config.BLOCK_D}, {config.num_warps}, {config.num_stages})"
-    fields = f"stages={config.stages}, pair={config.pair}, cluster={config.cluster}"
-    return f"HopperConfig(Sharing.{config.sharing.name}, {fields})"
+    fields = ("turns", "rows", "stages", "pair", "cluster")
+    return f"HopperConfig({', '.join(f'{name}={getattr(config, name)}' for name in fields)})"
 
 
 def proposal(target: Target, results: Sequence[Result]) -> list[str]:
@@ -335,10 +332,8 @@ def table_in_force(options: TuneOptions, batches: Sequence[int]) -> list[str]:
         raise UserError(reason)
     if reason or options.impl == "triton":
         return lines
-    processors = multiprocessors(device) if has_gpu and not hopper_obstacle(device) else _H200_PROCESSORS
-    lines.append(f"# hopper, V = {options.vocab}, {processors} multiprocessors, without log-probabilities:")
-    configs = [(batch, launches.hopper_config(options.vocab, batch, False, processors)) for batch in batches]
-    return lines + [f"{batch}: {code(config)},  # {constant(config)}" for batch, config in configs]
+    configs = [(batch, launches.hopper_config(batch)) for batch in batches]
+    return [*lines, "# hopper:", *(f"{batch}: {code(config)},  # {constant(config)}" for batch, config in configs)]
 
 
 def make_target(options: TuneOptions, device: torch.device) -> Target:
@@ -358,7 +353,7 @@ def make_target(options: TuneOptions, device: torch.device) -> Target:
         raise UserError(f"--impl must be able to run on {device}, got {options.impl!r} ({choice.reason})")
     # Builds of torch that do not tell leave it to the launch: a tile that does not fit fails there, in a line.
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", sys.maxsize)
-    return Target(impl, architecture(device), dtype, options.vocab, options.depth, multiprocessors(device), shared)
+    return Target(impl, architecture(device), dtype, options.vocab, options.depth, shared)
 
 
 def make_operands(target: Target, device: torch.device) -> tuple[Tensor, Tensor]:

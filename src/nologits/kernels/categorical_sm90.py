@@ -11,14 +11,13 @@ from ..params import RowParams
 from ..sources import HiddenSource
 from ..types import Samples
 from .arguments import on_device
-from .config import HopperConfig, Sharing, multiprocessors
+from .config import HopperConfig, multiprocessors
 from .nvrtc import Kernel, load, tensor_map
 
 TILE_D = 64
 """Depth of one piece of operands: 128 bytes, the width of the copy engine's swizzle."""
 
 _TILE_THREADS, _MERGE_THREADS = 384, 128
-_CODE_BYTES = {Sharing.TURNS: 16384, Sharing.SPLIT_IDS: 16384, Sharing.SPLIT_ROWS: 32768}
 _MASS_IDS = 256
 _FLOAT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -27,9 +26,8 @@ _POINTERS = (
     "winners", "masses", "raw_masses", "tokens", "logprobs", "raw_logprobs", "log_masses",
 )  # fmt: skip
 _STRIDES = (
-    "stride_bias", "stride_logit_bias_b", "stride_logit_bias_v", "stride_bias_ids_b", "stride_bias_ids_k",
-    "stride_bias_values_b", "stride_bias_values_k", "stride_allowed_b", "stride_allowed_w", "stride_temperature",
-    "stride_seed", "stride_position",
+    "stride_logit_bias", "stride_bias_ids", "stride_bias_values", "stride_allowed", "stride_temperature", "stride_seed",
+    "stride_position",
 )  # fmt: skip
 _SIZES = ("B", "V", "D", "tiles", "mass_tiles", "slots", "box_rows", "num_biased")
 _SCALARS = ("temperature_value", "scale", "softcap")
@@ -47,10 +45,11 @@ class Params(ctypes.Structure):
 
 
 def shared_bytes(config: HopperConfig) -> int:
-    """Dynamic shared memory of one block: room to align, stages, noise codes, barriers."""
+    """Dynamic shared memory of one block: stages, noise codes, barriers."""
     stage = (config.tile + config.rows) * TILE_D * 2
-    codes = _CODE_BYTES[config.sharing]
-    return 1024 + config.stages * (stage + 16) + codes + 16
+    # A byte a logit: of one tile, or of the two that warpgroups hold who take turns.
+    codes = config.tile * config.rows * (2 if config.turns else 1)
+    return config.stages * (stage + 16) + codes + 16
 
 
 def grid(config: HopperConfig, batch: int, vocab: int, masses: bool, processors: int) -> tuple[int, int]:
@@ -66,7 +65,8 @@ def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     head = source.head
     defines = (
         ("OPERAND", '"bf16"' if source.hidden.dtype == torch.bfloat16 else '"f16"'),
-        ("SHARING", int(config.sharing)), ("STAGES", config.stages), ("PAIR", config.pair), ("CLUSTER", config.cluster),
+        ("TURNS", int(config.turns)), ("ROWS", config.rows), ("STAGES", config.stages), ("PAIR", config.pair),
+        ("CLUSTER", config.cluster),
         ("GREEDY", int(rows.greedy)), ("MASS", int(mass)), ("RAW", int(raw)),
         ("BIAS", _float_type(head.bias)), ("HEAD_SCALE", int(head.scale != 1.0)), ("SOFTCAP", int(head.softcap is not None)),
         ("LOGIT_BIAS", _float_type(rows.logit_bias)),
@@ -110,13 +110,9 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     }  # fmt: skip
     params = Params(
         **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
-        stride_bias=_stride(head.bias, 0),
-        stride_logit_bias_b=_stride(rows.logit_bias, 0), stride_logit_bias_v=_stride(rows.logit_bias, 1),
-        stride_bias_ids_b=_stride(rows.bias_ids, 0), stride_bias_ids_k=_stride(rows.bias_ids, 1),
-        stride_bias_values_b=_stride(rows.bias_values, 0), stride_bias_values_k=_stride(rows.bias_values, 1),
-        stride_allowed_b=_stride(rows.allowed, 0), stride_allowed_w=_stride(rows.allowed, 1),
-        stride_temperature=_stride(temperature, 0),
-        stride_seed=_stride(rows.seed, 0), stride_position=_stride(rows.position, 0),
+        stride_logit_bias=_stride(rows.logit_bias), stride_bias_ids=_stride(rows.bias_ids),
+        stride_bias_values=_stride(rows.bias_values), stride_allowed=_stride(rows.allowed),
+        stride_temperature=_stride(temperature), stride_seed=_stride(rows.seed), stride_position=_stride(rows.position),
         B=batch, V=vocab, D=depth, tiles=-(-vocab // config.tile), mass_tiles=mass_tiles, slots=slots, box_rows=box_rows,
         num_biased=rows.bias_ids.shape[1] if rows.bias_ids is not None else 0,
         temperature_value=1.0 if temperature is not None else rows.temperature, scale=head.scale, softcap=head.softcap or 1.0,
@@ -136,5 +132,5 @@ def _index(device: torch.device) -> int:
     return device.index if device.index is not None else torch.cuda.current_device()
 
 
-def _stride(tensor: Tensor | None, dim: int) -> int:
-    return tensor.stride(dim) if tensor is not None else 0
+def _stride(tensor: Tensor | None) -> int:
+    return tensor.stride(0) if tensor is not None else 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import lru_cache
 
 import torch
@@ -25,26 +24,17 @@ class TileConfig:
     num_stages: int
 
 
-class Sharing(IntEnum):
-    """How the two warpgroups of a Hopper block share its work."""
-
-    TURNS = 0
-    """Tiles of 64 rows x 128 ids in turns: one draws while the other multiplies."""
-    SPLIT_IDS = 1
-    """The two halves of the ids of a 64 x 256 tile."""
-    SPLIT_ROWS = 2
-    """The two halves of the rows of a 128 x 256 tile: weights are read once for 128 rows."""
-
-
 @dataclass(frozen=True)
 class HopperConfig:
     """Launch of the Hopper kernel.
 
-    ``stages`` pieces of operands are in flight, ``pair`` of them loaded together; ``cluster`` blocks of rows share weight
-    tiles by multicast.
+    ``turns``: the two warpgroups of a block take turns on tiles of its ``rows`` (64 or 128) x 128 ids; otherwise they have half
+    of the 128 rows of a tile of 256 ids each. ``stages`` pieces of operands are in flight, ``pair`` of them loaded together;
+    ``cluster`` blocks of rows share weight tiles by multicast.
     """
 
-    sharing: Sharing
+    turns: bool
+    rows: int
     stages: int
     pair: int
     cluster: int
@@ -52,12 +42,7 @@ class HopperConfig:
     @property
     def tile(self) -> int:
         """Ids of a tile."""
-        return 128 if self.sharing == Sharing.TURNS else 256
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        return 128 if self.sharing == Sharing.SPLIT_ROWS else 64
+        return 128 if self.turns else 256
 
 
 TILES: dict[tuple[str, str], dict[int, TileConfig]] = {
@@ -88,12 +73,12 @@ TILES: dict[tuple[str, str], dict[int, TileConfig]] = {
 }
 """The portable kernels' tiles by (architecture, kind of dtype) and largest batch of the bin (-1: all others)."""
 
-HOPPER_TURNS = HopperConfig(Sharing.TURNS, stages=8, pair=2, cluster=1)
-HOPPER_TURNS_CLUSTERED = HopperConfig(Sharing.TURNS, stages=8, pair=1, cluster=2)
-HOPPER_SPLIT_IDS = HopperConfig(Sharing.SPLIT_IDS, stages=5, pair=1, cluster=2)
-HOPPER_SPLIT_ROWS = HopperConfig(Sharing.SPLIT_ROWS, stages=4, pair=1, cluster=1)
-HOPPER_SPLIT_ROWS_CLUSTERED = HopperConfig(Sharing.SPLIT_ROWS, stages=4, pair=1, cluster=2)
-HOPPER_CONFIGS = (HOPPER_TURNS, HOPPER_TURNS_CLUSTERED, HOPPER_SPLIT_IDS, HOPPER_SPLIT_ROWS, HOPPER_SPLIT_ROWS_CLUSTERED)
+HOPPER_TURNS_64 = HopperConfig(turns=True, rows=64, stages=8, pair=2, cluster=1)
+HOPPER_TURNS_128 = HopperConfig(turns=True, rows=128, stages=6, pair=2, cluster=1)
+HOPPER_SHARED = HopperConfig(turns=False, rows=128, stages=4, pair=1, cluster=1)
+HOPPER_SHARED_CLUSTERED = HopperConfig(turns=False, rows=128, stages=4, pair=1, cluster=2)
+HOPPER_CONFIGS = (HOPPER_TURNS_64, HOPPER_TURNS_128, HOPPER_SHARED, HOPPER_SHARED_CLUSTERED)
+"""What the Hopper kernel is compiled and tested for."""
 
 
 def interpreting() -> bool:
@@ -125,19 +110,10 @@ def tile_config(arch: str, dtype: torch.dtype, vocab: int, depth: int, batch: in
     return next(config for bound, config in table.items() if batch <= bound or bound < 0)
 
 
-def hopper_config(vocab: int, batch: int, masses: bool, processors: int) -> HopperConfig:
-    """The Hopper kernel's launch for ``batch`` rows; ``masses``: with log-probabilities."""
+def hopper_config(batch: int) -> HopperConfig:
+    """The Hopper kernel's launch for ``batch`` rows."""
     if batch <= 64:
-        return HOPPER_TURNS
+        return HOPPER_TURNS_64
     if batch <= 128:
-        # Two clustered blocks of 64 rows or one of 128 rows: whichever leaves fewer blocks idle in the last round of tiles.
-        tiles = -(-vocab // 256)
-        if _rounds(tiles, processors // 2) < 2 * _rounds(tiles, processors):
-            # Turns hide the exponentials of the masses; without those, wider tiles win.
-            return HOPPER_TURNS_CLUSTERED if masses else HOPPER_SPLIT_IDS
-        return HOPPER_SPLIT_ROWS
-    return HOPPER_SPLIT_ROWS if -(-batch // 128) % 2 else HOPPER_SPLIT_ROWS_CLUSTERED
-
-
-def _rounds(tiles: int, blocks: int) -> int:
-    return -(-tiles // blocks)
+        return HOPPER_TURNS_128
+    return HOPPER_SHARED if -(-batch // HOPPER_SHARED.rows) % 2 else HOPPER_SHARED_CLUSTERED

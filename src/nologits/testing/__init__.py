@@ -4,6 +4,21 @@ The library itself never imports this package. ``statistics`` needs scipy, which
 """
 
 from .budget import TokenComparison, compare_tokens
+from .families import FAMILIES, Family, UnavailableError, make_logits
+from .kept_sets import KeptSets, kept_sets
 from .statistics import FitResult, chi_squared, count_tokens, tail_share
 
-__all__ = ["FitResult", "TokenComparison", "chi_squared", "compare_tokens", "count_tokens", "tail_share"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "FitResult",
+    "KeptSets",
+    "TokenComparison",
+    "UnavailableError",
+    "chi_squared",
+    "compare_tokens",
+    "count_tokens",
+    "kept_sets",
+    "make_logits",
+    "tail_share",
+]

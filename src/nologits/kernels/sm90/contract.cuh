@@ -166,9 +166,8 @@ struct Params {
     float* logprobs;
     float* raw_logprobs;
     float* log_masses;
-    // strides, in elements
-    i64 stride_bias, stride_logit_bias_b, stride_logit_bias_v, stride_bias_ids_b, stride_bias_ids_k, stride_bias_values_b,
-        stride_bias_values_k, stride_allowed_b, stride_allowed_w, stride_temperature, stride_seed, stride_position;
+    // strides between rows, in elements; everything else lies densely
+    i64 stride_logit_bias, stride_bias_ids, stride_bias_values, stride_allowed, stride_temperature, stride_seed, stride_position;
     // sizes
     int B, V, D, tiles, mass_tiles, slots, box_rows, num_biased;
     // scalars

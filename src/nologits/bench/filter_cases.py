@@ -1,0 +1,82 @@
+"""What the filter suite measures: families of logits, filters, batch sizes, and the inputs made for them.
+
+The families are :mod:`nologits.testing.families`, so what is timed is what is tested.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import nologits as nl
+
+from ..testing.families import FAMILIES, make_logits
+
+
+class Request(NamedTuple):
+    """The filters of every row; ``None`` is off."""
+
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+
+FILTER_MODES = {
+    "k50": Request(top_k=50),
+    "p90": Request(top_p=0.9),
+    "k50p95": Request(top_k=50, top_p=0.95),
+    "minp05": Request(min_p=0.05),
+}
+"""By name. All at temperature 1."""
+
+ALL_FILTER_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+DEFAULT_FILTER_BATCHES = (1, 8, 64, 256)
+
+
+class FilterInputs(NamedTuple):
+    """One cell's tensors. The filters are one number a row, as an engine passes them, and the same tensors for everybody.
+
+    Attributes:
+        logits: ``[B, V]``.
+        request: the filters as numbers; p is what its fp32 tensor holds.
+        top_k: int32 ``[B]``, or ``None`` where it is off.
+        top_p, min_p: fp32 ``[B]``, likewise.
+        seed: uint64 ``[B]``: every row has one, so torch's generator is left alone.
+        position: int64 ``[B]``.
+    """
+
+    logits: Tensor
+    request: Request
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    seed: Tensor
+    position: Tensor
+
+    @property
+    def params(self) -> nl.SamplingParams:
+        """The filters and the noise of every row."""
+        return nl.SamplingParams(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed, position=self.position)
+
+
+def make_family(name: str, batch: int, device: str = "cuda") -> Tensor:
+    """The logits of a family at its own V."""
+    return make_logits(name, batch, device=device)
+
+
+def make_filter_inputs(logits: Tensor, mode: str) -> FilterInputs:
+    """The inputs of one cell."""
+    batch, device = len(logits), logits.device
+    top_k, *shares = FILTER_MODES[mode]
+    top_p, min_p = (None if share is None else torch.full((batch,), share, device=device) for share in shares)
+    held = (None if share is None else float(torch.tensor(share, dtype=torch.float32)) for share in shares)
+    rows = torch.arange(batch, device=device)
+    k = None if top_k is None else torch.full((batch,), top_k, dtype=torch.int32, device=device)
+    return FilterInputs(logits, Request(top_k, *held), k, top_p, min_p, rows.view(torch.uint64), rows)
+
+
+def logits_bytes(family: str, vocab: int, batch: int) -> int:
+    """What any filter has to read: the logits, once."""
+    return batch * vocab * FAMILIES[family].dtype.itemsize

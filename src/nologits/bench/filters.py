@@ -1,0 +1,48 @@
+"""The filter suite: top-k, top-p and min-p on logits that are already there, beside one read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from ..testing.families import UnavailableError
+from .filter_cases import logits_bytes, make_family, make_filter_inputs
+from .filter_providers import FILTER_OURS, FILTER_PROVIDERS, FLOOR
+from .gate import SetGate
+from .suite import Cell, Plan, Row, Suite, place_rows
+from .timing import Ceilings, Timing
+
+FILTER_KEYS = ("ratio_to_amax", "gbps", "speedup", "captured")
+"""The time over that of ``amax``; the bytes of the logits over the time; for our rows, the time of the fastest peer, whatever
+it returns, over ours; timed as a CUDA graph. ``ratio_to_matmul`` is null: there is no matmul."""
+
+
+def cells(plan: Plan, skip: Callable[[Row], None]) -> Iterator[Cell]:
+    """The cells of a plan; the logits of a family and batch size are made once."""
+    for family in plan.cases:
+        for batch in plan.batches:
+            try:
+                logits = make_family(family, batch)
+            except UnavailableError as reason:
+                skip({"case": family, "reason": str(reason)})
+                break
+            for mode in plan.modes:
+                yield Cell(family, logits.shape[1], 0, batch, mode, partial(make_filter_inputs, logits, mode))
+            del logits
+            torch.cuda.empty_cache()
+
+
+def make_rows(cell: Cell, timings: dict[str, Timing], memory: dict[str, int], ceilings: Ceilings) -> list[Row]:
+    """The rows of one cell."""
+    read = logits_bytes(cell.case, cell.vocab, cell.batch)
+    rows = []
+    for row, ratio, speedup in place_rows(SUITE, cell, timings, memory):
+        timing = timings[row["provider"]]
+        extra = (ratio, round(read / timing.us / 1e3, 1), speedup, timing.captured)
+        rows.append(row | dict(zip(FILTER_KEYS, extra, strict=True)))
+    return rows
+
+
+SUITE = Suite("filters", FILTER_PROVIDERS, FILTER_OURS, FLOOR, cells, SetGate, make_rows)
