@@ -168,6 +168,13 @@ class TestGate:
             with pytest.raises(RuntimeError, match=f"a wrong token in {bad} of 5 rows"):
                 gate.check("broken", right._replace(tokens=tokens))
 
+    def test_an_invalid_row_is_not_token_0(self):
+        logits = torch.tensor([[50.0, 0.0, 0.0]])
+        inputs = filter_cases.make_filter_inputs(logits, "p90")
+        assert drawn(inputs).tokens.tolist() == [0]
+        with pytest.raises(RuntimeError, match="a wrong token in 1 of 1 rows"):
+            SetGate(inputs, "p90").check("broken", nl.Samples(torch.tensor([-1])))
+
     def test_a_large_batch_is_checked_at_both_ends_and_between(self):
         inputs = inputs_of("peaked", "k50", batch=100)
         right = filtered(inputs)

@@ -32,7 +32,7 @@ def compile_kernel(source, defines, target):
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-@pytest.mark.parametrize(("config", "feature"), itertools.product(HOPPER_CONFIGS, FEATURES))
+@pytest.mark.parametrize(("config", "feature"), list(itertools.product(HOPPER_CONFIGS, FEATURES)))
 def test_no_shipped_launch_spills(config, feature, tmp_path):
     launch = {name.upper(): int(getattr(config, name)) for name in ("turns", "rows", "stages", "pair", "cluster")}
     report = compile_kernel(SOURCES / "categorical.cu", launch | OFF | FEATURES[feature], tmp_path / "kernel.cubin")

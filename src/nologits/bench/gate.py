@@ -158,11 +158,11 @@ class SetGate:
         """bool, one a checked row: not what the noise draws from the right set, by more than rounding."""
         inputs, rows = self._inputs, self._rows
         got = tokens[rows][:, None]
-        inside = self._right.keep.gather(1, got.clamp(min=0)) & (got >= 0)
         # Not every device indexes uint64.
         params = SamplingParams(seed=inputs.seed.view(torch.int64)[rows].view(torch.uint64), position=inputs.position[rows])
         kept = self._logits.float().masked_fill(~self._right.keep, float("-inf"))
         score = scores(kept, make_rows(params, len(rows), kept.shape[1], kept.device), 0, 0)
         best = score.amax(-1, keepdim=True)
+        # Outside the set the score is -inf.
         near = best - score.gather(1, got.clamp(min=0)) <= _NOISE_SLACK + _SCORE_SLACK * best.abs()
-        return ~(inside & near).squeeze(1)
+        return ~((got >= 0) & near).squeeze(1)

@@ -69,7 +69,7 @@ __device__ __forceinline__ float load_float(const void* pointer, i64 index) {
 
 __device__ __forceinline__ float tanh_of(float x) {
     const float decay = exp2_approx(fabsf(x) * (-2.0f * LOG2E));
-    return copysignf((1.0f - decay) / (1.0f + decay), x);
+    return copysignf(__fdividef(1.0f - decay, 1.0f + decay), x);
 }
 
 // What a consumer thread keeps of one of its two rows while it walks over the vocabulary.
@@ -108,28 +108,40 @@ __device__ __forceinline__ Row make_row(const Params& p, int warp_row, int offse
 
 // ---- the logits of a tile
 
+// Work on a tile goes in pieces of 32 ids, each behind a branch on whether the vocabulary reaches it: otherwise the compiler
+// would keep all pieces in flight together, and run out of registers.
+constexpr int PIECE = 8;  // of a lane's ids of a row
+
+__device__ __forceinline__ int ids_left(const Params& p, int end, int piece) { return p.V - (end - TILE_V) - 4 * piece; }
+
 // The head's own post-processing; ids beyond the vocabulary become -inf.
 __device__ __forceinline__ void head_transform(float (&x)[IDS], const Params& p, int v0, int end) {
+#if BIAS || HEAD_SCALE || SOFTCAP
 #pragma unroll
-    for (int i = 0; i < IDS / 2; ++i) {
-        const int id = v0 + offset_at(i);
+    for (int piece = 0; piece < IDS / 2; piece += PIECE) {
+        if (ids_left(p, end, piece) <= 0) continue;
+#pragma unroll
+        for (int i = piece; i < piece + PIECE; ++i) {
 #if BIAS
-        const float bias = id < p.V ? load_float<BIAS>(p.bias, id) : 0.0f;
+            const int id = v0 + offset_at(i);
+            const float bias = id < p.V ? load_float<BIAS>(p.bias, id) : 0.0f;
 #endif
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float& logit = x[register_at(i, h)];
+            for (int h = 0; h < 2; ++h) {
+                float& logit = x[register_at(i, h)];
 #if BIAS
-            logit += bias;
+                logit += bias;
 #endif
 #if HEAD_SCALE
-            logit *= p.scale;
+                logit *= p.scale;
 #endif
 #if SOFTCAP
-            logit = p.softcap * tanh_of(logit / p.softcap);
+                logit = p.softcap * tanh_of(__fdividef(logit, p.softcap));
 #endif
+            }
         }
     }
+#endif
     if (end > p.V) {
 #pragma unroll
         for (int i = 0; i < IDS / 2; ++i)
@@ -143,16 +155,15 @@ __device__ __forceinline__ void request_transform(float (&x)[IDS], const Params&
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const i64 base = (rows[h].valid ? rows[h].row : 0) * p.stride_logit_bias + v0;
-        // In pieces of 32 ids, each behind a branch: otherwise all loads would be in flight together, and take registers.
 #pragma unroll
-        for (int piece = 0; piece < IDS / 2; piece += 8) {
-            const int left = p.V - (end - TILE_V) - 4 * piece;  // ids from here to the end of the vocabulary
+        for (int piece = 0; piece < IDS / 2; piece += PIECE) {
+            const int left = ids_left(p, end, piece);
             if (left >= 32) {
 #pragma unroll
-                for (int i = piece; i < piece + 8; ++i) x[register_at(i, h)] += load_float<LOGIT_BIAS>(p.logit_bias, base + offset_at(i));
+                for (int i = piece; i < piece + PIECE; ++i) x[register_at(i, h)] += load_float<LOGIT_BIAS>(p.logit_bias, base + offset_at(i));
             } else if (left > 0) {
 #pragma unroll
-                for (int i = piece; i < piece + 8; ++i)
+                for (int i = piece; i < piece + PIECE; ++i)
                     if (v0 + offset_at(i) < p.V) x[register_at(i, h)] += load_float<LOGIT_BIAS>(p.logit_bias, base + offset_at(i));
             }
         }
