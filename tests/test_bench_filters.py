@@ -228,6 +228,12 @@ class TestProviders:
         assert reasons == ({} if "k50" in mode else {"torch-topk": "it needs a k"})
         assert notes == []
 
+    def test_the_sorted_mask_keeps_one_token_at_p_0(self):
+        inputs = inputs_of("gauss", "p90")
+        mask = filter_providers.torch_sort(inputs._replace(top_p=torch.zeros(5)), "p90")()
+        assert (mask > -math.inf).sum(-1).tolist() == [1] * 5
+        assert torch.equal(mask.argmax(-1), inputs.logits.argmax(-1))
+
     def test_torch_keeps_every_tie_and_that_is_noted(self):
         _, _, notes = prepare(inputs_of("ties", "k50"), ["torch-sort"], "k50")
         assert notes == ["torch-sort: wrong set in 5 of 5 rows"]
