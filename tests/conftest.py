@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 
 import pytest
 import torch
@@ -62,3 +63,44 @@ def poisoned(monkeypatch):
             return out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).max - 7)
 
         monkeypatch.setattr(torch, name, fill)
+
+
+@pytest.fixture
+def nologits(capfd, monkeypatch):
+    """Runs the command and returns its exit code and what it wrote."""
+    from nologits import cli
+
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def no_peers(monkeypatch):
+    """No peer of the benchmark named, none loaded, and nothing of the test left behind. Gives what looks for loaded ones."""
+    from nologits.bench import peers
+
+    loaders = (peers.flashinfer_sampling, peers.flashsampling_kernel, peers.vllm_topk_topp)
+    packages = ("flashinfer", "fused_mm_sampling", "vllm")
+
+    def loaded():
+        return {n: m for n, m in sys.modules.items() if n.partition(".")[0] in packages or "peer_vllm" in n}
+
+    def forget():
+        for loader in loaders:
+            loader.cache_clear()
+        for name in loaded():
+            del sys.modules[name]
+
+    before, path = loaded(), list(sys.path)
+    for variable in (peers.FLASHINFER, peers.FLASHSAMPLING, peers.VLLM_TOPK_TOPP):
+        monkeypatch.delenv(variable, raising=False)
+    forget()
+    yield loaded
+    forget()
+    sys.modules.update(before)
+    sys.path[:] = path

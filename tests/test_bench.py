@@ -68,18 +68,6 @@ def make_record(batches=(1, 16, 64), modes=("plain",)):
     return {"schema": 1, "suite": "head"} | header | ceilings._asdict() | {"skipped": [], "rows": rows}
 
 
-@pytest.fixture
-def nologits(capfd, monkeypatch):
-    """Runs the command and returns its exit code and what it wrote."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        return (code, *capfd.readouterr())
-
-    return run
-
-
 class TestCases:
     def test_every_published_head_is_there(self):
         shapes = {case.name: (case.vocab, case.depth) for case in cases.CASES}
@@ -222,29 +210,8 @@ class TestProviders:
             providers.flashsampling(tiny_inputs(), "logprobs")
 
 
+@pytest.mark.usefixtures("no_peers")
 class TestPeers:
-    @pytest.fixture(autouse=True)
-    def fresh(self, monkeypatch):
-        """No peer named, none loaded, and nothing of these tests left behind."""
-        before, path = self.loaded(), list(sys.path)
-        for name in before:
-            del sys.modules[name]
-        for variable in (peers.FLASHINFER, peers.FLASHSAMPLING):
-            monkeypatch.delenv(variable, raising=False)
-        peers.flashinfer_sampling.cache_clear()
-        peers.flashsampling_kernel.cache_clear()
-        yield
-        peers.flashinfer_sampling.cache_clear()
-        peers.flashsampling_kernel.cache_clear()
-        for name in self.loaded():
-            del sys.modules[name]
-        sys.modules.update(before)
-        sys.path[:] = path
-
-    @staticmethod
-    def loaded():
-        return {n: m for n, m in sys.modules.items() if n.partition(".")[0] in ("flashinfer", "fused_mm_sampling")}
-
     def write_flashinfer(self, folder, text="import torch\nfrom . import beside\nsampling_from_logits = beside.draw\n"):
         (folder / "flashinfer").mkdir()
         (folder / "flashinfer" / "__init__.py").write_text("raise ImportError('wants NCCL')\n")

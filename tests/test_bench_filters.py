@@ -60,18 +60,6 @@ def make_record(batches=(1, 8), modes=("k50",), family="gauss"):
 
 
 @pytest.fixture
-def nologits(capfd, monkeypatch):
-    """Runs the command and returns its exit code and what it wrote."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        return (code, *capfd.readouterr())
-
-    return run
-
-
-@pytest.fixture
 def on_the_cpu(monkeypatch):
     """Small logits on this CPU, and everything but the clock."""
     monkeypatch.setattr(filters, "make_family", lambda name, batch: make_logits(name, batch, 700))
@@ -344,30 +332,8 @@ def apply_top_k_top_p_triton(logits, k, p):
 """
 
 
+@pytest.mark.usefixtures("no_peers")
 class TestPeers:
-    @pytest.fixture(autouse=True)
-    def fresh(self, monkeypatch):
-        """No peer named, none loaded, and nothing of these tests left behind."""
-        before, path = self.loaded(), list(sys.path)
-        for name in before:
-            del sys.modules[name]
-        for variable in (peers.FLASHINFER, peers.VLLM_TOPK_TOPP):
-            monkeypatch.delenv(variable, raising=False)
-        caches = (peers.flashinfer_sampling, peers.vllm_topk_topp)
-        for loader in caches:
-            loader.cache_clear()
-        yield
-        for loader in caches:
-            loader.cache_clear()
-        for name in self.loaded():
-            del sys.modules[name]
-        sys.modules.update(before)
-        sys.path[:] = path
-
-    @staticmethod
-    def loaded():
-        return {n: m for n, m in sys.modules.items() if n.partition(".")[0] in ("flashinfer", "vllm") or "peer_vllm" in n}
-
     def vllm(self, monkeypatch, tmp_path, text=VLLM):
         (tmp_path / "topk_topp_triton.py").write_text(text)
         monkeypatch.setenv(peers.VLLM_TOPK_TOPP, str(tmp_path))
@@ -394,20 +360,20 @@ class TestPeers:
         assert torch.equal(masked[ties], before[ties].float())
         assert torch.equal(inputs.logits, before)
 
-    def test_vllm_leaves_no_stand_ins_and_an_installed_one_in_place(self, monkeypatch, tmp_path):
+    def test_vllm_leaves_no_stand_ins_and_an_installed_one_in_place(self, monkeypatch, tmp_path, no_peers):
         self.vllm(monkeypatch, tmp_path)
         installed = type(sys)("vllm")
         monkeypatch.setitem(sys.modules, "vllm", installed)
         peers.vllm_topk_topp()
         assert sys.modules["vllm"] is installed
-        assert [name for name in self.loaded() if name.startswith("vllm.")] == []
+        assert [name for name in no_peers() if name.startswith("vllm.")] == []
 
-    def test_a_vllm_file_that_does_not_import_leaves_nothing(self, monkeypatch, tmp_path):
+    def test_a_vllm_file_that_does_not_import_leaves_nothing(self, monkeypatch, tmp_path, no_peers):
         self.vllm(monkeypatch, tmp_path, "from vllm.utils.math_utils import nonesuch\n")
         for _ in range(2):
             with pytest.raises(peers.SkipError, match=f"does not import from {tmp_path}: ImportError: cannot import name"):
                 peers.vllm_topk_topp()
-        assert self.loaded() == {}
+        assert no_peers() == {}
 
     def test_vllm_has_no_min_p(self, monkeypatch, tmp_path):
         self.vllm(monkeypatch, tmp_path)

@@ -52,10 +52,6 @@ def bits(samples):
     return [None if part is None else part.view(torch.int64 if part.dtype == torch.int64 else torch.int32) for part in samples]
 
 
-def fits(config, batch):
-    return config.cluster == 1 or -(-batch // config.rows) % config.cluster == 0
-
-
 @pytest.mark.parametrize("logprobs", [False, True], ids=["plain", "logprobs"])
 def test_a_row_has_the_same_bits_in_every_batch_slot_and_launch(logprobs, force, only_hopper):
     hidden, weight = operands(300)
@@ -72,7 +68,7 @@ def test_a_row_has_the_same_bits_in_every_batch_slot_and_launch(logprobs, force,
         slots = {0, batch // 2, batch - 1}
         for slot in slots:
             block[slot] = hidden[7]
-        launches = [None, *(config for config in configs() if fits(config, batch))]
+        launches = [None, *(config for config in configs() if config.fits(batch))]
         for config in launches:
             force(config)
             for got, exact in zip(draw(block), want, strict=True):
@@ -164,7 +160,7 @@ def test_a_kernel_without_noise_is_seen(monkeypatch):
         assert compare_tokens(tokens, hidden, head, params).mismatches <= 1
 
 
-def test_masses_of_other_halves_are_seen(monkeypatch, force):
+def test_masses_summed_otherwise_are_seen():
     """The control of the bitwise test: log-probabilities summed in another order have other bits."""
     hidden, weight = operands(64)
     head, params = nl.LMHead(weight), nl.SamplingParams(seed=torch.arange(64, device="cuda"))

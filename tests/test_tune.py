@@ -1,6 +1,7 @@
 """``nologits tune`` as far as it goes without a GPU: what it tries, how it chooses, what it prints and what it refuses."""
 
 import dataclasses
+import functools
 import os
 import sys
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 
 import nologits as nl
-from nologits import cli
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -36,15 +36,10 @@ def tile(block_b=16, stages=4):
 
 
 @pytest.fixture
-def nologits(capfd, monkeypatch):
-    """Runs the command and returns its exit code and what it wrote."""
+def nologits(nologits, monkeypatch):
+    """Runs ``nologits tune``."""
     monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*arguments):
-        code = cli.main(["tune", *map(str, arguments)])
-        return (code, *capfd.readouterr())
-
-    return run
+    return functools.partial(nologits, "tune")
 
 
 class Bench:

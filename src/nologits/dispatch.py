@@ -26,6 +26,9 @@ _TRITON_FOUND = _find_triton()
 CUDA_BINDINGS = ((12, 9), (14, 0))
 """Versions of ``cuda.bindings`` from .. below: the oldest with this interface, and the next that may change it."""
 
+HOPPER_BY_DEFAULT = False
+"""``auto`` takes the Hopper kernels. Off until their last changes have run on a GPU; ``impl="hopper"`` runs them."""
+
 
 @lru_cache(maxsize=1)
 def _bindings_obstacle() -> str:
@@ -92,10 +95,6 @@ def triton_obstacle(device: torch.device) -> str:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "the kernels need compute capability 8.0 or later"
     return ""
-
-
-HOPPER_BY_DEFAULT = False
-"""``auto`` takes the Hopper kernels. Off until their last changes have run on a GPU; ``impl="hopper"`` runs them."""
 
 
 def hopper_obstacle(device: torch.device) -> str:

@@ -24,10 +24,13 @@ def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: in
             KernelSource(source) if isinstance(source, HiddenSource) else source, rows, num_samples, processed, raw, _draw_kept
         )
     tiles = launch_tiles(source, rows, num_samples, processed, raw, config_for(source))
-    drawn = launch_merge(tiles, rows)
+    return refuse_impossible(launch_merge(tiles, rows), rows)
+
+
+def refuse_impossible(drawn: Samples, rows: RowParams) -> Samples:
+    """The draws with rows invalid whose filters are impossible: greedy rows come with filters that do not matter otherwise."""
     if any(isinstance(value, Tensor) for value in (rows.top_k, rows.top_p, rows.min_p)):
-        # Greedy rows come here with filters that do not matter, but whose impossible values do.
-        return drawn.invalidate(rows.impossible(source.batch, source.device))
+        return drawn.invalidate(rows.impossible(len(drawn.tokens), drawn.tokens.device))
     return drawn
 
 

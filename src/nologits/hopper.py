@@ -8,7 +8,6 @@ given logits, fp32 heads, operands that bulk copies cannot address) is computed 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from . import fused
 from .kernels.arguments import tma_fits
@@ -26,11 +25,7 @@ def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: in
     assert isinstance(source, HiddenSource)
     if not tma_fits(source.hidden):
         source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
-    drawn = launch_draw(source, rows, processed, raw, config_for(source))
-    if any(isinstance(value, Tensor) for value in (rows.top_k, rows.top_p, rows.min_p)):
-        # Greedy rows come here with filters that do not matter, but whose impossible values do.
-        return drawn.invalidate(rows.impossible(source.batch, source.device))
-    return drawn
+    return fused.refuse_impossible(launch_draw(source, rows, processed, raw, config_for(source)), rows)
 
 
 def config_for(source: HiddenSource) -> HopperConfig:

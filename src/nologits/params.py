@@ -96,6 +96,11 @@ class RowParams(NamedTuple):
         return value if isinstance(value, Tensor) else ctypes.c_float(value).value
 
     @property
+    def num_biased(self) -> int:
+        """Entries a row of the sparse logit bias."""
+        return 0 if self.bias_ids is None else self.bias_ids.shape[1]
+
+    @property
     def filtered(self) -> bool:
         """Some row may have a filter that matters (tensors count: the host does not read them)."""
         off = ((self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0))

@@ -234,7 +234,7 @@ def _show(versions: dict[str, str | None], devices: list[dict[str, Any]], outcom
 def _launch_table(device: dict[str, Any]) -> Table:
     """A line for each head and stretch of batch sizes with the same configurations."""
     impls = [impl for impl in ("triton", "hopper") if impl in device["launches"][0]]
-    table = _table(f"Launch configurations on {device['device']}: bf16, without log-probabilities")
+    table = _table(f"Launch configurations on {device['device']}: bf16")
     for heading in ("head", "B <=", *impls):
         table.add_column(heading, header_style="dim", justify="right" if heading == "B <=" else "left")
     same = itertools.groupby(device["launches"], key=lambda row: [row["head"], *(row[impl] for impl in impls)])

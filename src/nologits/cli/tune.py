@@ -180,7 +180,7 @@ def tile_candidates(batch: int, dtype: torch.dtype, shared_bytes: int) -> list[T
 
 def hopper_candidates(batch: int) -> list[HopperConfig]:
     """The Hopper kernel's configurations that can run ``batch`` rows: a cluster of two needs its blocks of rows in pairs."""
-    return [config for config in launches.HOPPER_CONFIGS if -(-batch // config.rows) % config.cluster == 0]
+    return [config for config in launches.HOPPER_CONFIGS if config.fits(batch)]
 
 
 def measured(

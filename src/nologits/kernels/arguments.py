@@ -52,15 +52,15 @@ def operands(source: HiddenSource | LogitsSource, config: TileConfig) -> dict[st
 
 def request_arguments(rows: RowParams) -> dict[str, Any]:
     """Logit bias and mask."""
-    sparse = rows.bias_ids is not None and rows.bias_ids.shape[1] > 0
     return {
         "logit_bias_ptr": rows.logit_bias, "bias_ids_ptr": rows.bias_ids, "bias_values_ptr": rows.bias_values,
-        "allowed_ptr": rows.allowed, "num_biased": rows.bias_ids.shape[1] if rows.bias_ids is not None else 0,
-        "stride_lbb": _stride(rows.logit_bias, 0), "stride_lbv": _stride(rows.logit_bias, 1),
-        "stride_bib": _stride(rows.bias_ids, 0), "stride_bik": _stride(rows.bias_ids, 1),
-        "stride_bvb": _stride(rows.bias_values, 0), "stride_bvk": _stride(rows.bias_values, 1),
-        "stride_ab": _stride(rows.allowed, 0), "stride_aw": _stride(rows.allowed, 1),
-        "HAS_LOGIT_BIAS": rows.logit_bias is not None, "HAS_SPARSE_BIAS": sparse, "HAS_ALLOWED": rows.allowed is not None,
+        "allowed_ptr": rows.allowed, "num_biased": rows.num_biased,
+        "stride_lbb": stride_of(rows.logit_bias, 0), "stride_lbv": stride_of(rows.logit_bias, 1),
+        "stride_bib": stride_of(rows.bias_ids, 0), "stride_bik": stride_of(rows.bias_ids, 1),
+        "stride_bvb": stride_of(rows.bias_values, 0), "stride_bvk": stride_of(rows.bias_values, 1),
+        "stride_ab": stride_of(rows.allowed, 0), "stride_aw": stride_of(rows.allowed, 1),
+        "HAS_LOGIT_BIAS": rows.logit_bias is not None, "HAS_SPARSE_BIAS": rows.num_biased > 0,
+        "HAS_ALLOWED": rows.allowed is not None,
     }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def temperature_arguments(rows: RowParams) -> dict[str, Any]:
     per_row = isinstance(rows.temperature, Tensor)
     return {
         "temperature_ptr": rows.temperature if per_row else None, "temperature_value": 1.0 if per_row else rows.temperature,
-        "stride_temperature": _stride(rows.temperature, 0), "HAS_TEMPERATURE": per_row,
+        "stride_temperature": stride_of(rows.temperature, 0), "HAS_TEMPERATURE": per_row,
     }  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def noise_arguments(rows: RowParams) -> dict[str, Any]:
     """Temperature and what keys the noise."""
     return temperature_arguments(rows) | {
         "seed_ptr": rows.seed, "position_ptr": rows.position, "entropy_ptr": rows.entropy,
-        "stride_seed": _stride(rows.seed, 0), "stride_position": _stride(rows.position, 0),
+        "stride_seed": stride_of(rows.seed, 0), "stride_position": stride_of(rows.position, 0),
         "HAS_SEED": rows.seed is not None, "HAS_POSITION": rows.position is not None,
         "HAS_ENTROPY": rows.entropy is not None, "GREEDY": rows.greedy,
     }  # fmt: skip
@@ -99,5 +99,6 @@ def tma_fits(tensor: Tensor) -> bool:
     return tensor.stride(1) == 1 and pitch % 16 == 0 and pitch > 0 and tensor.data_ptr() % 16 == 0
 
 
-def _stride(value: object, dim: int) -> int:
+def stride_of(value: object, dim: int) -> int:
+    """A tensor's stride; 0 for what is no tensor."""
     return value.stride(dim) if isinstance(value, Tensor) else 0

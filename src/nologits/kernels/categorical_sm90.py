@@ -10,7 +10,7 @@ from torch import Tensor
 from ..params import RowParams
 from ..sources import HiddenSource
 from ..types import Samples
-from .arguments import on_device
+from .arguments import on_device, stride_of, temperature_arguments
 from .config import HopperConfig, multiprocessors
 from .nvrtc import Kernel, load, tensor_map
 
@@ -70,8 +70,7 @@ def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         ("GREEDY", int(rows.greedy)), ("MASS", int(mass)), ("RAW", int(raw)),
         ("BIAS", _float_type(head.bias)), ("HEAD_SCALE", int(head.scale != 1.0)), ("SOFTCAP", int(head.softcap is not None)),
         ("LOGIT_BIAS", _float_type(rows.logit_bias)),
-        ("SPARSE_BIAS", int(rows.bias_ids is not None and rows.bias_ids.shape[1] > 0)),
-        ("ALLOWED", int(rows.allowed is not None)),
+        ("SPARSE_BIAS", int(rows.num_biased > 0)), ("ALLOWED", int(rows.allowed is not None)),
     )  # fmt: skip
     return load("categorical", "categorical_tiles", _TILE_THREADS, shared_bytes(config), defines, _index(source.device))
 
@@ -100,22 +99,23 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         empty(batch, 1, dtype=torch.int64), empty(batch, 1) if mass else None, empty(batch, 1) if raw else None,
         empty(batch) if mass else None,
     )  # fmt: skip
-    temperature = rows.temperature if isinstance(rows.temperature, Tensor) else None
+    temperature = temperature_arguments(rows)
     tensors: dict[str, Tensor | None] = {
         "bias": head.bias, "logit_bias": rows.logit_bias, "bias_ids": rows.bias_ids, "bias_values": rows.bias_values,
-        "allowed": rows.allowed, "temperature": temperature,
+        "allowed": rows.allowed, "temperature": temperature["temperature_ptr"],
         "seed": rows.seed, "position": rows.position, "entropy": rows.entropy,
         "winners": winners, "masses": masses, "raw_masses": raw_masses,
         "tokens": out.tokens, "logprobs": out.logprobs, "raw_logprobs": out.raw_logprobs, "log_masses": out.log_mass,
     }  # fmt: skip
     params = Params(
         **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
-        stride_logit_bias=_stride(rows.logit_bias), stride_bias_ids=_stride(rows.bias_ids),
-        stride_bias_values=_stride(rows.bias_values), stride_allowed=_stride(rows.allowed),
-        stride_temperature=_stride(temperature), stride_seed=_stride(rows.seed), stride_position=_stride(rows.position),
+        stride_logit_bias=stride_of(rows.logit_bias, 0), stride_bias_ids=stride_of(rows.bias_ids, 0),
+        stride_bias_values=stride_of(rows.bias_values, 0), stride_allowed=stride_of(rows.allowed, 0),
+        stride_temperature=temperature["stride_temperature"], stride_seed=stride_of(rows.seed, 0),
+        stride_position=stride_of(rows.position, 0),
         B=batch, V=vocab, D=depth, tiles=-(-vocab // config.tile), mass_tiles=mass_tiles, slots=slots, box_rows=box_rows,
-        num_biased=rows.bias_ids.shape[1] if rows.bias_ids is not None else 0,
-        temperature_value=1.0 if temperature is not None else rows.temperature, scale=head.scale, softcap=head.softcap or 1.0,
+        num_biased=rows.num_biased, temperature_value=temperature["temperature_value"],
+        scale=head.scale, softcap=head.softcap or 1.0,
     )  # fmt: skip
     with on_device(device):
         maps = [tensor_map(head.weight, config.tile // config.cluster, TILE_D), tensor_map(hidden, box_rows, TILE_D)]
@@ -130,7 +130,3 @@ def _float_type(tensor: Tensor | None) -> int:
 
 def _index(device: torch.device) -> int:
     return device.index if device.index is not None else torch.cuda.current_device()
-
-
-def _stride(tensor: Tensor | None) -> int:
-    return tensor.stride(0) if tensor is not None else 0

@@ -44,6 +44,10 @@ class HopperConfig:
         """Ids of a tile."""
         return 128 if self.turns else 256
 
+    def fits(self, batch: int) -> bool:
+        """The blocks of ``batch`` rows make up whole clusters."""
+        return -(-batch // self.rows) % self.cluster == 0
+
 
 TILES: dict[tuple[str, str], dict[int, TileConfig]] = {
     ("sm90", "half"): {
@@ -116,4 +120,4 @@ def hopper_config(batch: int) -> HopperConfig:
         return HOPPER_TURNS_64
     if batch <= 128:
         return HOPPER_TURNS_128
-    return HOPPER_SHARED if -(-batch // HOPPER_SHARED.rows) % 2 else HOPPER_SHARED_CLUSTERED
+    return HOPPER_SHARED_CLUSTERED if HOPPER_SHARED_CLUSTERED.fits(batch) else HOPPER_SHARED

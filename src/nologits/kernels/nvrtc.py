@@ -32,7 +32,6 @@ class Kernel:
     function: Any
     threads: int
     shared_bytes: int
-    registers: int
     spilled_bytes: int
 
     def launch(self, grid: tuple[int, int], arguments: Sequence[Any], device: torch.device, dependent: bool = False) -> None:
@@ -105,7 +104,6 @@ def load(name: str, entry: str, threads: int, shared_bytes: int, defines: Define
     check(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
     return Kernel(
         function, threads, shared_bytes,
-        check(driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)),
         check(driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function)),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr int NAN_ORDER = 0x7FFFFFFF;
 constexpr int NOTHING_ORDER = static_cast<int>(0x80000000);
 constexpr u32 NO_TOKEN = 0xFFFFFFFF;
+constexpr u32 ALL = 0xFFFFFFFF;  // lanes of a warp
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7FFFFFFF); }
@@ -140,8 +141,8 @@ __device__ __forceinline__ void keep_better(Candidate& best, const Candidate& ot
 }
 
 __device__ __forceinline__ Candidate shuffle_xor(const Candidate& mine, int lanes) {
-    return {__shfl_xor_sync(0xFFFFFFFF, mine.order, lanes), __shfl_xor_sync(0xFFFFFFFF, mine.token, lanes),
-            __shfl_xor_sync(0xFFFFFFFF, mine.logit, lanes)};
+    return {__shfl_xor_sync(ALL, mine.order, lanes), __shfl_xor_sync(ALL, mine.token, lanes),
+            __shfl_xor_sync(ALL, mine.logit, lanes)};
 }
 
 // ---- what both kernels are given
@@ -191,6 +192,8 @@ __device__ __forceinline__ float row_temperature(const Params& p, int row) {
 
 // Finite and not negative; other rows have no token.
 __device__ __forceinline__ bool possible(float temperature) { return temperature >= 0.0f && temperature < infinity(); }
+
+__device__ __forceinline__ float row_spread(float temperature) { return possible(temperature) ? temperature * LN2 : 0.0f; }
 
 // 1 / T in base 2, finite for every T; T = 0 has no tempered mass and any number will do.
 __device__ __forceinline__ float row_inverse(float temperature) {

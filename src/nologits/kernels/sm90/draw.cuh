@@ -70,8 +70,7 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], Row (&rows)[2], u32*
         float top = bounds[h];
 #pragma unroll
         for (int slot = 2 + h; slot < SLOTS; slot += 2) top = max_or_nan(top, bounds[slot]);
-        top = max_or_nan(top, __shfl_xor_sync(ALL, top, 1));
-        top = max_or_nan(top, __shfl_xor_sync(ALL, top, 2));
+        top = over_row(top, max_or_nan);
         hopeful |= rows[h].valid && !(top < rows[h].floor);  // not less: a NaN has to be seen
         target[h] = fmaxf(rows[h].floor, top - FIRST_ROUND * rows[h].spread);
     }
@@ -110,9 +109,7 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], Row (&rows)[2], u32*
         __syncwarp();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            int order = rows[h].best.order;
-            order = max(order, __shfl_xor_sync(ALL, order, 1));
-            order = max(order, __shfl_xor_sync(ALL, order, 2));
+            const int order = over_row(rows[h].best.order, [](int a, int b) { return max(a, b); });
             rows[h].floor = floor_of(order, rows[h].spread);
             unsettled |= rows[h].valid && rows[h].floor < target[h];
             target[h] = rows[h].floor;

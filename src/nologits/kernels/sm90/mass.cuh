@@ -26,9 +26,7 @@ __device__ __forceinline__ float row_sum(const float (&x)[IDS], int h, float inv
         const float logit = x[register_at(start + i, h)];
         sum[i & 3] += exp2_approx(fused ? __fmaf_rn(logit, inverse, -scaled) : (logit - reference) * inverse);
     }
-    float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-    total += __shfl_xor_sync(ALL, total, 1);
-    total += __shfl_xor_sync(ALL, total, 2);
+    const float total = over_row((sum[0] + sum[1]) + (sum[2] + sum[3]), [](float a, float b) { return a + b; });
     // `scaled` is rounded once, for all terms alike; what that makes of them is known exactly.
     return fused ? total * exp2_approx(__fmaf_rn(-reference, inverse, scaled)) : total;
 }
@@ -38,8 +36,7 @@ __device__ __forceinline__ float row_peak(const float (&x)[IDS], int h) {
     float peak = x[register_at(start, h)];
 #pragma unroll
     for (int i = 1; i < ids; ++i) peak = fmaxf(peak, x[register_at(start + i, h)]);
-    peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
-    peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
+    peak = over_row(peak, [](float a, float b) { return fmaxf(a, b); });
     return peak == -infinity() ? 0.0f : peak;
 }
 

@@ -25,7 +25,7 @@ __device__ __forceinline__ float log2_total(const float2* masses, int tiles, flo
         if (mass.y > 0.0f) total += mass.y * exp2_approx((mass.x - logit) * inverse);
     }
 #pragma unroll
-    for (int lanes = 16; lanes; lanes >>= 1) total += __shfl_xor_sync(0xFFFFFFFF, total, lanes);
+    for (int lanes = 16; lanes; lanes >>= 1) total += __shfl_xor_sync(ALL, total, lanes);
     if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = total;
     __syncthreads();
     total = 0.0f;
@@ -37,11 +37,13 @@ __device__ __forceinline__ float log2_total(const float2* masses, int tiles, flo
 
 extern "C" __global__ void __launch_bounds__(THREADS) categorical_merge(const __grid_constant__ Params p) {
     __shared__ Candidate candidates[WARPS];
+#if MASS || RAW
     __shared__ float scratch[WARPS];
+#endif
     const int row = blockIdx.x;
     const float temperature = row_temperature(p, row);
     const Stream stream = row_stream(p, row);
-    const float spread = possible(temperature) ? temperature * LN2 : 0.0f;
+    [[maybe_unused]] const float spread = row_spread(temperature);
     wait_for_primary();
 
     // Winner

@@ -38,7 +38,6 @@ constexpr bool NEIGHBOURS = TURNS && (MASS || RAW);
 // Bounds exceed the scores of winners by up to 0.25 + 0.09 (quantisation) + 0.02 (E against u), in units of the spread.
 constexpr float FIRST_ROUND = 0.36f;
 constexpr float LOWEST = -3.4028234e38f;  // the floor of a row without a score: -inf never wins
-constexpr u32 ALL = 0xFFFFFFFF;
 
 // ---- where things lie in a thread's accumulators: chunk c of 8 ids holds [row][id] in registers 4c .. 4c + 3
 
@@ -84,6 +83,13 @@ struct Row {
     Candidate best;
 };
 
+// Combines what the four lanes of a row have; all of them get the result.
+template <typename T, typename Combine>
+__device__ __forceinline__ T over_row(T mine, Combine combine) {
+    mine = combine(mine, __shfl_xor_sync(ALL, mine, 1));
+    return combine(mine, __shfl_xor_sync(ALL, mine, 2));
+}
+
 // The best score of a row turns into the floor of its bounds: logit - 32 spread v < floor cannot reach that score, with
 // room for the rounding of both sides.
 __device__ __forceinline__ float floor_of(int order, float spread) {
@@ -102,8 +108,8 @@ __device__ __forceinline__ Row make_row(const Params& p, int warp_row, int offse
     const bool valid = row < p.B;
     const int at = valid ? row : 0;
     const float temperature = row_temperature(p, at);
-    return {row, valid, warp_row < p.B, row_stream(p, at), possible(temperature) ? temperature * LN2 : 0.0f,
-            row_inverse(temperature), LOWEST, {NOTHING_ORDER, NO_TOKEN, 0.0f}};
+    return {row, valid, warp_row < p.B, row_stream(p, at), row_spread(temperature), row_inverse(temperature), LOWEST,
+            {NOTHING_ORDER, NO_TOKEN, 0.0f}};
 }
 
 // ---- the logits of a tile
