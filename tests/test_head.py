@@ -153,7 +153,8 @@ def test_e4_strided_operands(device, impl, dtype):
             arguments = {"seed": 4, "temperature": 3.0, "logprobs": True, "impl": impl} | filters
             one = nl.sample(hidden, weight, bias=bias, **arguments)
             other = nl.sample(hidden.contiguous(), weight.contiguous(), bias=bias.contiguous(), **arguments)
-            same(one, other, rounding=1e-6)
+            # Operands that bulk copies cannot address go to another kernel, whose sums round otherwise.
+            same(one, other, rounding=4e-6 if impl == "hopper" else 1e-6)
         assert all(torch.equal(t, b) for t, b in zip((x, w, shift), before, strict=True)), name
 
 

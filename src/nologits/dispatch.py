@@ -26,7 +26,7 @@ _TRITON_FOUND = _find_triton()
 CUDA_BINDINGS = ((12, 9), (14, 0))
 """Versions of ``cuda.bindings`` from .. below: the oldest with this interface, and the next that may change it."""
 
-HOPPER_BY_DEFAULT = False
+HOPPER_BY_DEFAULT = True
 """``auto`` takes the Hopper kernels. Off until their last changes have run on a GPU; ``impl="hopper"`` runs them."""
 
 
