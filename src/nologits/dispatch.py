@@ -26,9 +26,6 @@ _TRITON_FOUND = _find_triton()
 CUDA_BINDINGS = ((12, 9), (14, 0))
 """Versions of ``cuda.bindings`` from .. below: the oldest with this interface, and the next that may change it."""
 
-HOPPER_BY_DEFAULT = True
-"""``auto`` takes the Hopper kernels. Off until their last changes have run on a GPU; ``impl="hopper"`` runs them."""
-
 
 @lru_cache(maxsize=1)
 def _bindings_obstacle() -> str:
@@ -62,10 +59,7 @@ def choose(impl: str, device: torch.device) -> Choice:
     if impl == "auto":
         if obstacle or device.type == "cpu":
             return Choice("torch", obstacle or "the interpreter is for tests; torch is faster on a CPU")
-        reason = hopper_obstacle(device)
-        if not reason and not HOPPER_BY_DEFAULT:
-            reason = "its last changes have not run on a GPU yet; name it to use it"
-        if reason:
+        if reason := hopper_obstacle(device):
             return Choice("triton", f"not hopper: {reason}")
         return Choice("hopper", "a Hopper GPU, and what its kernels need")
     if impl == "triton" and obstacle:

@@ -79,6 +79,13 @@ __device__ __forceinline__ void copy_box_multicast(u32 target, const TensorMap* 
         : "memory");
 }
 
+// Neighbouring bytes; addresses and their number are multiples of 16.
+__device__ __forceinline__ void copy_bytes(u32 target, const void* source, u32 barrier, u32 bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // ---- clusters and dependent launches
 
 __device__ __forceinline__ u32 cluster_rank() {

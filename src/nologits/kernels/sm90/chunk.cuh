@@ -1,0 +1,126 @@
+// A block's chunk of a row of logits: brought on chip once, then swept as often as needed.
+#pragma once
+#include "cluster.cuh"
+
+#ifndef ELEMENT
+#define ELEMENT 1   // type of the logits: 1 fp32, 2 bf16, 3 fp16
+#define RESIDENT 1  // chunks fit in shared memory; 0: every sweep reads them from memory again
+#endif
+
+#if ELEMENT == 1
+typedef float Element;
+#else
+typedef unsigned short Element;
+#endif
+
+constexpr int PIECE = 4 * THREADS;  // ids of one step of a sweep, four a thread; a bulk copy brings one piece
+constexpr int MAX_PIECES = 128;
+
+__device__ __forceinline__ float as_float(Element bits) {
+#if ELEMENT == 1
+    return bits;
+#elif ELEMENT == 2
+    return __uint_as_float(static_cast<u32>(bits) << 16);
+#else
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+    return y;
+#endif
+}
+
+__device__ __forceinline__ Element as_element(float x) {
+#if ELEMENT == 1
+    return x;
+#else
+    Element y;
+#if ELEMENT == 2
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+#endif
+    return y;
+#endif
+}
+
+struct alignas(4 * sizeof(Element)) Quad {
+    Element e[4];
+};
+
+struct Chunk {
+    const Element* global;  // of its first id
+    Element* shared;
+    u64* barriers;  // one a piece
+    int first;      // id
+    int count;      // ids, maybe none
+    bool bulk;      // arrives by bulk copies
+
+    __device__ __forceinline__ int steps() const { return (count + PIECE - 1) / PIECE; }
+
+    // Four neighbouring logits; -inf beyond the chunk.
+    __device__ __forceinline__ void load(int at, float (&x)[4]) const {
+#if RESIDENT
+        if (at < count) {
+            const Quad quad = *reinterpret_cast<const Quad*>(shared + at);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = as_float(quad.e[i]);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = -infinity();
+#else
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = at + i < count ? as_float(global[at + i]) : -infinity();
+#endif
+    }
+
+    __device__ __forceinline__ float load_one(int at) const {
+#if RESIDENT
+        return at < count ? as_float(shared[at]) : -infinity();
+#else
+        return at < count ? as_float(global[at]) : -infinity();
+#endif
+    }
+
+    // Calls step(x, at) for all quads, every thread as often as the others.
+    template <typename Step>
+    __device__ __forceinline__ void sweep(Step step) const {
+        for (int at = 4 * threadIdx.x; at < steps() * PIECE; at += PIECE) {
+            float x[4];
+            load(at, x);
+            step(x, at);
+        }
+    }
+
+    // Starts bringing it on chip. Threads need a barrier before `sweep_arriving`.
+    __device__ __forceinline__ void fetch() {
+#if RESIDENT
+        bulk = (reinterpret_cast<u64>(global) & 15) == 0;
+        constexpr int ALIGNED = 16 / sizeof(Element);
+        const int copied = bulk ? count / ALIGNED * ALIGNED : 0;
+        for (int at = copied + threadIdx.x; at < (count + 3) / 4 * 4; at += THREADS)
+            shared[at] = at < count ? global[at] : as_element(-infinity());
+        if (bulk && threadIdx.x == 0) {
+            for (int s = 0; s < steps(); ++s) barrier_init(shared_address(barriers + s), 1);
+            barrier_init_fence();
+            for (int s = 0; s < steps(); ++s) {
+                const int at = s * PIECE, bytes = (min(copied, at + PIECE) - at) * static_cast<int>(sizeof(Element));
+                barrier_expect_bytes(shared_address(barriers + s), max(bytes, 0));
+                if (bytes > 0) copy_bytes(shared_address(shared + at), global + at, shared_address(barriers + s), bytes);
+            }
+        }
+#endif
+    }
+
+    // The first sweep, piece by piece as they arrive.
+    template <typename Step>
+    __device__ __forceinline__ void sweep_arriving(Step step) const {
+        for (int s = 0; s < steps(); ++s) {
+#if RESIDENT
+            if (bulk) barrier_wait(shared_address(barriers + s), 0);
+#endif
+            float x[4];
+            load(s * PIECE + 4 * threadIdx.x, x);
+            step(x);
+        }
+    }
+};

@@ -1,0 +1,251 @@
+// Top-k, top-p and min-p on rows of logits: the exact kept set, and what is made of it.
+//
+// A cluster of blocks takes one row. Each block brings its chunk on chip once (chunk.cuh); statistics, searches and results sweep
+// what is there, and the blocks tell each other counts and masses through their shared memory.
+//
+// Grid: CLUSTER blocks a row. MASK writes the kept logits, DRAW one token a row.
+#include "search.cuh"
+
+#ifndef MASK
+#define MASK 1      // filtered logits
+#define DRAW 0      // a draw from what is kept
+#define LOGPROBS 0  // with its log-probability
+#endif
+
+struct Params {
+    const Element* logits;
+    const float* temperature;
+    const i64* top_k;
+    const double* top_p;
+    const double* min_p;
+    const i64* seed;
+    const i64* position;
+    const i64* entropy;
+    Element* out;
+    i64* tokens;
+    float* logprobs;
+    float* log_masses;
+    i64 stride_logits, stride_out, stride_temperature, stride_top_k, stride_top_p, stride_min_p, stride_seed, stride_position;
+    i64 top_k_value;
+    double top_p_value, min_p_value;
+    int V, chunk;
+    float temperature_value, mask_value;
+};
+
+// What one row asks for.
+struct Request {
+    float temperature;
+    i64 top_k;
+    double top_p, min_p;
+    bool possible;
+};
+
+template <typename T>
+__device__ __forceinline__ T of_row(const T* values, T value, int row, i64 stride) {
+    return values ? values[row * stride] : value;
+}
+
+__device__ __forceinline__ Request make_request(const Params& p, int row) {
+    Request request = {of_row(p.temperature, p.temperature_value, row, p.stride_temperature), of_row(p.top_k, p.top_k_value, row, p.stride_top_k),
+                       of_row(p.top_p, p.top_p_value, row, p.stride_top_p), of_row(p.min_p, p.min_p_value, row, p.stride_min_p), true};
+    auto share = [](double x) { return x >= 0.0 && x <= 1.0; };
+    request.possible = possible(request.temperature) && request.top_k >= -1 && share(request.top_p) && share(request.min_p);
+    return request;
+}
+
+__device__ __forceinline__ Statistics combine(const Statistics& a, const Statistics& b) {
+    const double count = static_cast<double>(a.count) + b.count, apart = b.mean - a.mean, share = count > 0.0 ? b.count / count : 0.0;
+    return {a.mean + apart * share, a.squares + b.squares + apart * apart * a.count * share,
+            fmaxf(a.peak, b.peak), fminf(a.lowest, b.lowest), a.count + b.count, a.broken | b.broken};
+}
+
+// While the chunk arrives. The mean and deviation only guide guesses, and fp32 sums around some logit will do.
+__device__ __forceinline__ Statistics chunk_statistics(const Chunk& chunk) {
+    float sum = 0.0f, squares = 0.0f, shift = 0.0f, peak = -infinity(), lowest = infinity();
+    u32 count = 0, broken = 0;
+    chunk.sweep_arriving([&](const float(&x)[4]) {
+        if (count == 0) shift = fabsf(x[0]) < infinity() ? x[0] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            broken |= x[i] != x[i];
+            peak = fmaxf(peak, x[i]);
+            if (x[i] == -infinity()) continue;
+            lowest = fminf(lowest, x[i]);
+            count += 1;
+            sum += x[i] - shift;
+            squares = fmaf(x[i] - shift, x[i] - shift, squares);
+        }
+    });
+    const double mean = count ? static_cast<double>(sum) / count : 0.0;
+    return {mean + shift, static_cast<double>(squares) - mean * sum, peak, lowest, count, broken};
+}
+
+// The smallest key whose share of the peak's probability is at least min_p; by one warp.
+__device__ __forceinline__ int lowest_likely(const Scale& scale, double min_p, float temperature) {
+    auto likely = [&](int key) {
+        const float x = value_of(key);
+        if (x == scale.peak) return true;
+        return exp((static_cast<double>(x) - static_cast<double>(scale.peak)) / static_cast<double>(temperature)) >= min_p;
+    };
+    const int lane = threadIdx.x & 31, peak = key_of(scale.peak);
+    const int guess = key_of(static_cast<float>(scale.peak + temperature * log(min_p)));
+    int low = max(guess, key_of(-infinity()) + 17) - 17, high = peak;  // low is not likely, high is
+    u32 yes = __ballot_sync(ALL, likely(min(low + lane, peak)));
+    if (!(yes & 1) && yes) return min(low + __ffs(yes) - 1, peak);
+    low = key_of(-infinity());
+    while (high - static_cast<i64>(low) > 1) {
+        const i64 stride = (high - static_cast<i64>(low) + 31) / 32;
+        const i64 key = low + stride * (lane + 1);
+        yes = __ballot_sync(ALL, key >= high || likely(static_cast<int>(key)));
+        const int step = __ffs(yes) - 1;
+        high = static_cast<int>(min(static_cast<i64>(high), low + stride * (step + 1)));
+        low = static_cast<int>(low + stride * step);
+    }
+    return high;
+}
+
+struct Drawn {
+    Candidate best;
+    u32 padding;
+    u64 kept, total;  // masses
+};
+
+// The winner among this block's kept logits. A score is at most logit + spread (32 + log2 ln 2 - log2(r + 1/2)), r being the word
+// of its noise (contract.cuh); logarithms are spared where that is below the best of the warp.
+__device__ __forceinline__ Drawn draw(const Search& s, const Boundary& boundary, const Stream& stream, float spread) {
+    const float above = last_value(boundary.key), equal = value_of(boundary.key);
+    const int lane = threadIdx.x & 31;
+    Drawn drawn = {{NOTHING_ORDER, NO_TOKEN, 0.0f}, 0, 0, 0};
+    float floor = -infinity();
+    for (int base = 128 * (threadIdx.x >> 5); base < s.chunk.count; base += 128 * WARPS) {
+        const int at = base + (lane & 7) + 16 * (lane >> 3), id = s.chunk.first + at;
+        float x[4];
+        bool keep[4];
+        bool any = false;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const int offset = (w & 1) * 8 + (w >> 1) * 64;
+            x[w] = s.chunk.load_one(at + offset);
+            keep[w] = x[w] > above || (x[w] == equal && id + offset <= boundary.last_id);
+            any |= keep[w];
+#if LOGPROBS
+            if (x[w] > -infinity()) {
+                const u64 mass = units(x[w], s.scale, s.work.table);
+                drawn.total += mass;
+                if (keep[w]) drawn.kept += mass;
+            }
+#endif
+        }
+        if (!__any_sync(ALL, any)) continue;
+        if (any) {
+            uint4 words[1];
+            philox(words, {static_cast<u32>(id)}, stream);
+            const u32 word[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const float bound = fmaf(spread, 31.4722f - log2_approx(static_cast<float>(word[w]) + 0.5f), x[w]);
+                if (!keep[w] || bound < floor) continue;
+                keep_better(drawn.best, {score_order(score(x[w], spread, word[w])), static_cast<u32>(id + (w & 1) * 8 + (w >> 1) * 64), x[w]});
+            }
+        }
+        const int best = __reduce_max_sync(ALL, drawn.best.order);
+        if (best != NOTHING_ORDER) {
+            const float score = order_score(best);
+            floor = score - fabsf(score) * 4.8e-7f - spread * 1e-4f;
+        }
+    }
+    return drawn;
+}
+
+__device__ __forceinline__ Drawn combine(const Drawn& a, const Drawn& b) {
+    Drawn both = a;
+    keep_better(both.best, b.best);
+    both.kept += b.kept;
+    both.total += b.total;
+    return both;
+}
+
+__device__ __forceinline__ void write_kept(const Params& p, const Chunk& chunk, const Boundary& boundary, bool valid, Element* out) {
+    const float above = last_value(boundary.key), equal = value_of(boundary.key);
+    const Element dropped = as_element(p.mask_value);
+    const bool whole = (reinterpret_cast<u64>(out) & (sizeof(Quad) - 1)) == 0;
+    for (int at = 4 * threadIdx.x; at < chunk.count; at += PIECE) {
+        float x[4];
+        chunk.load(at, x);
+        Quad quad;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const bool keep = valid && (x[i] > above || (x[i] == equal && chunk.first + at + i <= boundary.last_id));
+            quad.e[i] = keep ? as_element(x[i]) : dropped;
+        }
+        if (whole && at + 4 <= chunk.count) {
+            *reinterpret_cast<Quad*>(out + at) = quad;
+        } else {
+            for (int i = 0; i < 4 && at + i < chunk.count; ++i) out[at + i] = quad.e[i];
+        }
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) filter_rows(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ Workspace work;
+    const int row = blockIdx.x / CLUSTER;
+    const int first = row_rank() * p.chunk;
+    const Element* const logits = p.logits + row * p.stride_logits;
+    Chunk chunk = {logits + first, reinterpret_cast<Element*>(memory), work.barriers, first, max(0, min(p.chunk, p.V - first)), false};
+    chunk.fetch();
+    fill_table(work.table);
+    const Request request = make_request(p, row);
+    __syncthreads();
+
+    // Statistics
+    u32 turn = 0;
+    const Slot* parts;
+    const Statistics stats = row_reduce(
+        work.exchange, turn, chunk_statistics(chunk), [](const Statistics& a, const Statistics& b) { return combine(a, b); }, parts);
+    const bool valid = request.possible && !stats.broken && stats.count;
+
+    // Boundary
+    Found found = {{key_of(-infinity()), NO_ID}, 0};
+    const Scale scale = make_scale(stats.peak, request.temperature);
+    const Search search = {work, chunk, stats, scale, turn};
+    if (valid) {
+        if (request.min_p > 0.0) {
+            if (threadIdx.x < 32) {
+                const int key = lowest_likely(scale, request.min_p, request.temperature);
+                if (threadIdx.x == 0) work.cut[0] = key;
+            }
+            __syncthreads();
+            found.boundary.key = work.cut[0] - 1;
+            __syncthreads();
+        }
+        if (request.top_k > 0 && request.top_k < stats.count) found = find_boundary<false>(search, found, request.top_k, 1.0);
+        if (request.top_p < 1.0) found = find_boundary<true>(search, found, 0, request.top_p);
+    }
+
+    // Results
+#if MASK
+    write_kept(p, chunk, found.boundary, valid, p.out + row * p.stride_out + first);
+#endif
+#if DRAW
+    i64 seed = p.seed ? p.seed[row * p.stride_seed] : -1, position = p.seed && p.position ? p.position[row * p.stride_position] : 0;
+    if (seed == -1 && p.entropy) seed = *p.entropy, position = row;
+    Drawn drawn = {{NOTHING_ORDER, NO_TOKEN, 0.0f}, 0, 0, 0};
+    if (valid) {
+        drawn = draw(search, found.boundary, make_stream(seed, position), row_spread(request.temperature));
+        drawn = row_reduce(work.exchange, turn, drawn, [](const Drawn& a, const Drawn& b) { return combine(a, b); }, parts);
+    }
+    if (threadIdx.x == 0 && row_rank() == 0) {
+        p.tokens[row] = valid ? static_cast<i64>(drawn.best.token) : -1;
+#if LOGPROBS
+        const double temperature = request.temperature, peak = stats.peak;
+        const bool certain = temperature == 0.0 || drawn.best.logit == infinity();
+        const double logprob = certain ? 0.0 : (drawn.best.logit - peak) / temperature - log(drawn.kept * 0x1p-40);
+        const double log_mass = temperature == 0.0 || stats.peak == infinity() ? peak : peak / temperature + log(drawn.total * 0x1p-40);
+        p.logprobs[row] = valid ? static_cast<float>(logprob) : not_a_number();
+        p.log_masses[row] = valid ? static_cast<float>(log_mass) : not_a_number();
+#endif
+    }
+#endif
+    sync_row();  // a block must not leave while others may still read from it
+}
