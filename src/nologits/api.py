@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -137,29 +139,38 @@ def filter_logits(
     min_p: float | Tensor | None = None,
     temperature: float | Tensor = 1.0,
     out: Tensor | None = None,
+    mask_value: float = -math.inf,
+    impl: Impl = "auto",
 ) -> Tensor:
-    """The logits that the filters keep, -inf elsewhere; exact sets, ties to the smaller id (contract, rules 2 and 3).
+    """The logits that the filters keep, ``mask_value`` elsewhere; exact sets, ties to the smaller id (contract, rules 2 and 3).
 
     Args:
         logits: ``[B, V]`` fp32, fp16 or bf16, any strides.
         top_k, top_p, min_p: as for :func:`sample`.
         temperature: the temperature that top-p and min-p see; the kept logits are returned as they were.
         out: where to write, shaped and typed like ``logits``; ``logits`` itself filters in place. Default: a new tensor.
+        mask_value: what dropped logits become.
+        impl: as for :func:`sample`.
 
     Returns:
-        ``out``. A row with a NaN, without a logit above -inf, or with an impossible parameter comes out all -inf.
+        ``out``. A row with a NaN, without a logit above -inf, or with an impossible parameter comes out all ``mask_value``.
 
     Raises:
         ValueError: naming the argument, what it must be and what it was.
     """
     _check_logits(logits)
-    rows = make_rows(SamplingParams(temperature, top_k, top_p, min_p), logits.shape[0], logits.shape[1], logits.device)
+    if isinstance(mask_value, bool) or not isinstance(mask_value, (int, float)):
+        raise ValueError(f"mask_value must be a number, got {mask_value!r}")
+    name = resolve(impl, logits.device)
+    params = SamplingParams(temperature, top_k, top_p, min_p)
+    rows = make_rows(params, logits.shape[0], logits.shape[1], logits.device, noise=False)
     if out is None:
         out = torch.empty_like(logits)
     elif out.shape != logits.shape or out.dtype != logits.dtype:
         raise ValueError(f"out must be {logits.dtype} {list(logits.shape)}, got {out.dtype} {list(out.shape)}")
     check_device("out", out, logits.device)
-    filtered.filter_logits(logits.detach(), LogitsSource(logits.detach()), rows, out)
+    if len(logits):
+        ops.run_filter(logits.detach(), rows, out, float(mask_value), name)
     return out
 
 
@@ -199,7 +210,7 @@ def select(
         _check_logits(logits)
         resolve(impl, logits.device)
         source = LogitsSource(logits.detach())
-    rows = make_rows(params, source.batch, source.vocab, source.device)
+    rows = make_rows(params, source.batch, source.vocab, source.device, noise=False)
     width = min(rows.top_k, source.vocab) if isinstance(rows.top_k, int) and rows.top_k > 0 else source.vocab
     return filtered.select(source, rows, width)
 

@@ -27,10 +27,14 @@ _BYTES_BY_RANK, _BYTES_BY_MASS = 24, 56
 DrawKept = Callable[[Tensor, RowParams, int], Tensor]
 
 
-def row_blocks(batch: int, vocab: int, rows: RowParams) -> Iterator[tuple[int, int]]:
+def scratch(rows: RowParams) -> int:
+    """Bytes of temporaries per logit."""
+    return _BYTES_BY_MASS if needs_mass(rows) else _BYTES_BY_RANK
+
+
+def row_blocks(batch: int, vocab: int, bytes_per_logit: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows whose temporaries fit in ``SCRATCH_BYTES``."""
-    each = vocab * (_BYTES_BY_MASS if needs_mass(rows) else _BYTES_BY_RANK)
-    height = max(1, SCRATCH_BYTES // each)
+    height = max(1, SCRATCH_BYTES // (vocab * bytes_per_logit))
     for start in range(0, batch, height):
         yield start, min(start + height, batch)
 
@@ -43,7 +47,7 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     log_mass = torch.empty(batch, device=device) if processed else None
     rows = rows.with_keys(batch, device)
     invalid = torch.empty(batch, dtype=torch.bool, device=device)
-    for start, stop in row_blocks(batch, vocab, rows):
+    for start, stop in row_blocks(batch, vocab, scratch(rows)):
         some = rows.block(start, stop)
         head_logits = source.rows(start, stop).chunk(0, vocab)
         logits = transform(head_logits, some, 0, vocab)
@@ -59,13 +63,13 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     return Samples(tokens, logprobs, raw_logprobs, log_mass).invalidate(invalid)
 
 
-def filter_logits(logits: Tensor, source: Source, rows: RowParams, out: Tensor) -> None:
-    """Writes the kept logits of ``source`` to ``out``, -inf elsewhere; an invalid row becomes all -inf."""
-    for start, stop in row_blocks(source.batch, source.vocab, rows):
+def filter_logits(logits: Tensor, source: Source, rows: RowParams, out: Tensor, mask_value: float) -> None:
+    """Writes the kept logits of ``source`` to ``out``, ``mask_value`` elsewhere; an invalid row becomes all ``mask_value``."""
+    for start, stop in row_blocks(source.batch, source.vocab, scratch(rows)):
         some = rows.block(start, stop)
         chunk = source.rows(start, stop).chunk(0, source.vocab)
         keep = keep_mask(chunk, some) & ~invalid_rows(chunk, some)[:, None]
-        out[start:stop] = logits[start:stop].masked_fill(~keep, float("-inf"))
+        out[start:stop] = logits[start:stop].masked_fill(~keep, mask_value)
 
 
 def select(source: Source, rows: RowParams, width: int) -> Candidates:
@@ -75,7 +79,7 @@ def select(source: Source, rows: RowParams, width: int) -> Candidates:
     values, logprobs = (torch.empty(batch, width, device=device) for _ in range(2))
     counts = torch.empty(batch, dtype=torch.int64, device=device)
     rank = torch.arange(width, device=device)
-    for start, stop in row_blocks(batch, vocab, rows):
+    for start, stop in row_blocks(batch, vocab, scratch(rows)):
         some = rows.block(start, stop)
         logits = transform(source.rows(start, stop).chunk(0, vocab), some, 0, vocab)
         order, count = count_sorted(logits, some)

@@ -1,31 +1,46 @@
 """The Hopper implementation: CUDA C++ kernels around wgmma and the bulk copy engine, where those can describe the operands.
 
-A draw goes to the Hopper kernels if :func:`obstacle` names nothing. The rest of the contract (filters, several draws a row,
-given logits, fp32 heads, operands that bulk copies cannot address) is computed by the portable kernels of
-:mod:`nologits.fused`, which draw the same tokens from the same noise.
+A draw goes to the Hopper kernels if :func:`obstacle` names nothing. With filters it goes to the kernel that filters rows of
+logits (:func:`filter_obstacle`); a head's logits are made for it, as many rows at a time as :mod:`nologits.filtered` makes. The
+rest of the contract (several draws a row, unfiltered draws from given logits, fp32 heads, operands that bulk copies cannot
+address) is computed by the portable kernels of :mod:`nologits.fused`, which draw the same tokens from the same noise.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from . import fused
+from . import filtered, fused
+from .distribution import log_softmax_at
 from .kernels.arguments import tma_fits
 from .kernels.categorical_sm90 import launch_draw
 from .kernels.config import HopperConfig, hopper_config
+from .kernels.filters_sm90 import launch_filtered_draw, launch_mask
 from .params import RowParams
-from .sources import HiddenSource, LogitsSource
+from .sources import HiddenSource, LogitsSource, Source, transform
 from .types import Samples
 
 
 def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
     """Draws ``[B, S]`` tokens; arguments and results as :func:`nologits.reference.sample`."""
+    if rows.filtered and not filter_obstacle(source, num_samples):
+        return _sample_filtered(source, rows, processed, raw)
     if obstacle(source, rows, num_samples, raw):
         return fused.sample(source, rows, num_samples, processed, raw)
     assert isinstance(source, HiddenSource)
     if not tma_fits(source.hidden):
         source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
     return fused.refuse_impossible(launch_draw(source, rows, processed, raw, config_for(source)), rows)
+
+
+def filter_logits(logits: Tensor, rows: RowParams, out: Tensor, mask_value: float) -> None:
+    """Writes the kept logits to ``out``, ``mask_value`` elsewhere; an invalid row becomes all ``mask_value``."""
+    source = LogitsSource(logits)
+    if filter_obstacle(source, 1) or (out.shape[1] > 1 and out.stride(1) != 1):
+        filtered.filter_logits(logits, source, rows, out, mask_value)
+    else:
+        launch_mask(logits, rows, out, mask_value)
 
 
 def config_for(source: HiddenSource) -> HopperConfig:
@@ -53,3 +68,35 @@ def obstacle(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: 
     if raw and (rows.logit_bias is not None or rows.bias_ids is not None):
         return "raw log-probabilities under a logit bias need the logit before the bias"
     return ""
+
+
+def filter_obstacle(source: HiddenSource | LogitsSource, num_samples: int) -> str:
+    """Why the portable path filters these rows; empty if the Hopper kernel does."""
+    if num_samples != 1:
+        return "it makes one draw a row"
+    if isinstance(source, LogitsSource) and source.vocab > 1 and source.logits.stride(1) != 1:
+        return "the kernel reads logits whose rows are dense"
+    return ""
+
+
+def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, processed: bool, raw: bool) -> Samples:
+    """One draw a row, from logits that are there or are made for a block of rows at a time."""
+    if isinstance(source, LogitsSource) and rows.plain_logits:
+        drawn = launch_filtered_draw(source.logits, rows, processed)
+        return drawn._replace(raw_logprobs=_raw_logprobs(source.logits, drawn.tokens)) if raw else drawn
+    made: Source = fused.KernelSource(source) if isinstance(source, HiddenSource) else source
+    rows = rows.with_keys(source.batch, source.device)
+    parts = []
+    for start, stop in filtered.row_blocks(source.batch, source.vocab, 8):
+        some = rows.block(start, stop)
+        head_logits = made.rows(start, stop).chunk(0, source.vocab)
+        drawn = launch_filtered_draw(transform(head_logits, some, 0, source.vocab), some, processed)
+        parts.append(drawn._replace(raw_logprobs=_raw_logprobs(head_logits, drawn.tokens)) if raw else drawn)
+    return Samples(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+
+def _raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Under softmax of the head's own logits, a block of rows at a time; NaN where there is no token."""
+    blocks = filtered.row_blocks(logits.shape[0], logits.shape[1], 24)
+    parts = [log_softmax_at(logits[start:stop].float(), tokens[start:stop].clamp(min=0), 1.0) for start, stop in blocks]
+    return torch.cat(parts).masked_fill(tokens < 0, float("nan"))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import filtered
 from .head import HeadSpec
 from .params import RowParams
 from .sources import HiddenSource, LogitsSource, Source
@@ -22,12 +23,18 @@ _ROWS = (
     "Tensor? min_p, float min_p_value, Tensor? seed, Tensor? position, Tensor? entropy, Tensor? logit_bias, "
     "Tensor? bias_ids, Tensor? bias_values, Tensor? allowed, int num_samples, bool processed, bool raw, str impl"
 )
+_FILTERS = (
+    "Tensor? temperature, float temperature_value, Tensor? top_k, int top_k_value, Tensor? top_p, float top_p_value, "
+    "Tensor? min_p, float min_p_value"
+)
 _RESULTS = "(Tensor tokens, Tensor logprobs, Tensor raw_logprobs, Tensor log_mass)"
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, float scale, float? softcap, int vocab_size"
 
 _library = torch.library.Library("nologits", "DEF")
 _library.define(f"sample_hidden({_HEAD}, {_ROWS}) -> {_RESULTS}", tags=torch.Tag.nondeterministic_seeded)
 _library.define(f"sample_logits(Tensor logits, {_ROWS}) -> {_RESULTS}", tags=torch.Tag.nondeterministic_seeded)
+
+_library.define(f"filter_logits(Tensor logits, {_FILTERS}, Tensor(a!) out, float mask_value, str impl) -> ()")
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -80,6 +87,24 @@ def run_logits(logits: Tensor, rows: RowParams, num_samples: int, processed: boo
     return implementation(impl)(LogitsSource(logits), rows, num_samples, processed, raw)
 
 
+def run_filter(logits: Tensor, rows: RowParams, out: Tensor, mask_value: float, impl: str) -> None:
+    """The kept logits, by the operator where a graph is being traced."""
+    if torch.compiler.is_compiling():
+        torch.ops.nologits.filter_logits(logits, *_flatten(rows)[:8], out, mask_value, impl)
+        return
+    if impl == "hopper":
+        from . import hopper
+
+        hopper.filter_logits(logits, rows, out, mask_value)
+    else:
+        filtered.filter_logits(logits, LogitsSource(logits), rows, out, mask_value)
+
+
+def _filter_logits(logits: Tensor, *rest: object) -> None:
+    *flat, out, mask_value, impl = rest
+    run_filter(logits, _unflatten([*flat, *[None] * 7]), out, mask_value, impl)  # type: ignore[arg-type]
+
+
 def _sample_hidden(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, vocab_size: int, *rest: object
 ) -> Results:
@@ -117,6 +142,10 @@ for _name, _function, _shape in (
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nologits::{_name}", _shape, lib=_library)
+
+
+_library.impl("filter_logits", _filter_logits, "CompositeExplicitAutograd")
+torch.library.register_fake("nologits::filter_logits", lambda *arguments: None, lib=_library)
 
 
 def _flatten(rows: RowParams) -> list[object]:

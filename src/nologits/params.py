@@ -106,6 +106,11 @@ class RowParams(NamedTuple):
         off = ((self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0))
         return not self.greedy and any(isinstance(value, Tensor) or value != neutral for value, neutral in off)
 
+    @property
+    def plain_logits(self) -> bool:
+        """The request adds nothing to the logits and masks none of them."""
+        return self.logit_bias is None and self.bias_ids is None and self.allowed is None
+
     def block(self, start: int, stop: int) -> RowParams:
         """The parameters of rows ``start .. stop - 1``; unseeded rows must already have keys (:func:`with_keys`)."""
         parts = {
@@ -146,16 +151,19 @@ class RowParams(NamedTuple):
         return bad
 
 
-def make_rows(params: SamplingParams, batch: int, vocab: int, device: torch.device) -> RowParams:
+def make_rows(params: SamplingParams, batch: int, vocab: int, device: torch.device, noise: bool = True) -> RowParams:
     """Checks shapes, dtypes and devices of ``params`` against ``B``, ``V`` and the device, and normalises them.
+
+    Without ``noise`` nothing will be drawn, and torch's generator is left alone.
 
     Raises:
         ValueError: naming the argument, what it must be and what it was.
     """
     temperature = _row_tensor("temperature", params.temperature, batch, device, _FLOAT_DTYPES, torch.float32)
-    top_k = _row_tensor("top_k", params.top_k, batch, device, _INTEGER_DTYPES, torch.int64)
-    top_p = _row_tensor("top_p", params.top_p, batch, device, _FLOAT_DTYPES, torch.float64)
-    min_p = _row_tensor("min_p", params.min_p, batch, device, _FLOAT_DTYPES, torch.float64)
+    # These stay as they are where kernels read them so: a conversion is a kernel of its own.
+    top_k = _row_tensor("top_k", params.top_k, batch, device, _INTEGER_DTYPES)
+    top_p = _row_tensor("top_p", params.top_p, batch, device, _FLOAT_DTYPES, _wide_float(params.top_p))
+    min_p = _row_tensor("min_p", params.min_p, batch, device, _FLOAT_DTYPES, _wide_float(params.min_p))
     seed = _row_tensor("seed", params.seed, batch, device, (*_INTEGER_DTYPES, torch.uint64), torch.int64)
     position = _row_tensor("position", params.position, batch, device, _INTEGER_DTYPES, torch.int64)
     dense, ids, values = _logit_bias(params.logit_bias, batch, vocab, device)
@@ -172,7 +180,7 @@ def make_rows(params: SamplingParams, batch: int, vocab: int, device: torch.devi
         bias_values=values,
         allowed=_allowed(params.allowed_tokens, batch, vocab, device),
     )
-    if rows.greedy or _all_seeded(params.seed):
+    if not noise or rows.greedy or _all_seeded(params.seed):
         return rows
     # Fresh noise costs one draw of torch's generator, also beside seeded rows: the host cannot see which are unseeded.
     return rows._replace(entropy=torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device))
@@ -213,7 +221,7 @@ def _row_tensor(
     batch: int,
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
 ) -> float | int | Tensor | None:
     if not isinstance(value, Tensor):
         return value
@@ -222,7 +230,13 @@ def _row_tensor(
     if value.dtype not in dtypes:
         raise ValueError(f"{name} must have a dtype of {_names(dtypes)}, got {value.dtype}")
     check_device(name, value, device)
+    if dtype is None:
+        return value
     return value.view(dtype) if value.dtype == torch.uint64 else value.to(dtype)
+
+
+def _wide_float(value: object) -> torch.dtype:
+    return torch.float64 if isinstance(value, Tensor) and value.dtype == torch.float64 else torch.float32
 
 
 def _filled(value: float | Tensor | None, batch: int, device: torch.device) -> Tensor | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -47,6 +48,28 @@ class HopperConfig:
     def fits(self, batch: int) -> bool:
         """The blocks of ``batch`` rows make up whole clusters."""
         return -(-batch // self.rows) % self.cluster == 0
+
+
+class SearchConfig(NamedTuple):
+    """Parts of Qrita's search that can be switched off, to see what each is worth (``nologits bench qrita --ablate``)."""
+
+    ARITY: int = 4
+    TRUNCATE: int = 1
+    DUPLICATES: int = 1
+    TIERED: int = 1
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    """Launch of the Hopper kernel of the filters: ``cluster`` blocks a row; ``resident``: they hold the row on chip."""
+
+    cluster: int
+    resident: bool
+    search: SearchConfig = SearchConfig()
+
+    def chunk(self, vocab: int) -> int:
+        """Ids of a block, a multiple of the noise's 128."""
+        return -(-vocab // (self.cluster * 128)) * 128
 
 
 TILES: dict[tuple[str, str], dict[int, TileConfig]] = {
@@ -121,3 +144,16 @@ def hopper_config(batch: int) -> HopperConfig:
     if batch <= 128:
         return HOPPER_TURNS_128
     return HOPPER_SHARED_CLUSTERED if HOPPER_SHARED_CLUSTERED.fits(batch) else HOPPER_SHARED
+
+
+FILTER_CHUNK_BYTES = 192 << 10
+"""What a block of the filters' kernel can hold of a row beside its workspace."""
+
+
+def filter_config(vocab: int, batch: int, itemsize: int) -> FilterConfig:
+    """The launch of the filters' kernel: small rows by one block; few rows by large clusters, which share the work of each."""
+    if vocab <= 8192:
+        return FilterConfig(1, True)
+    wide = FilterConfig(16, True)
+    cluster = 16 if batch <= 8 and vocab >= 65536 or wide.chunk(vocab) * 2 * itemsize > FILTER_CHUNK_BYTES else 8
+    return FilterConfig(cluster, FilterConfig(cluster, True).chunk(vocab) * itemsize <= FILTER_CHUNK_BYTES)

@@ -102,6 +102,7 @@ def load(name: str, entry: str, threads: int, shared_bytes: int, defines: Define
     function = check(driver.cuModuleGetFunction(module, entry.encode()))
     attribute = driver.CUfunction_attribute
     check(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
+    check(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     return Kernel(
         function, threads, shared_bytes,
         check(driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function)),

@@ -15,9 +15,9 @@
 struct Params {
     const Element* logits;
     const float* temperature;
-    const i64* top_k;
-    const double* top_p;
-    const double* min_p;
+    const void* top_k;  // i64 if `wide`, else i32; shares fp64, else fp32
+    const void* top_p;
+    const void* min_p;
     const i64* seed;
     const i64* position;
     const i64* entropy;
@@ -28,7 +28,7 @@ struct Params {
     i64 stride_logits, stride_out, stride_temperature, stride_top_k, stride_top_p, stride_min_p, stride_seed, stride_position;
     i64 top_k_value;
     double top_p_value, min_p_value;
-    int V, chunk;
+    int V, chunk, top_k_wide, top_p_wide, min_p_wide;
     float temperature_value, mask_value;
 };
 
@@ -40,14 +40,17 @@ struct Request {
     bool possible;
 };
 
-template <typename T>
-__device__ __forceinline__ T of_row(const T* values, T value, int row, i64 stride) {
-    return values ? values[row * stride] : value;
+template <typename Wide, typename Narrow>
+__device__ __forceinline__ Wide of_row(const void* values, bool wide, Wide value, i64 at) {
+    if (!values) return value;
+    return wide ? static_cast<const Wide*>(values)[at] : static_cast<Wide>(static_cast<const Narrow*>(values)[at]);
 }
 
 __device__ __forceinline__ Request make_request(const Params& p, int row) {
-    Request request = {of_row(p.temperature, p.temperature_value, row, p.stride_temperature), of_row(p.top_k, p.top_k_value, row, p.stride_top_k),
-                       of_row(p.top_p, p.top_p_value, row, p.stride_top_p), of_row(p.min_p, p.min_p_value, row, p.stride_min_p), true};
+    Request request = {p.temperature ? p.temperature[row * p.stride_temperature] : p.temperature_value,
+                       of_row<i64, int>(p.top_k, p.top_k_wide, p.top_k_value, row * p.stride_top_k),
+                       of_row<double, float>(p.top_p, p.top_p_wide, p.top_p_value, row * p.stride_top_p),
+                       of_row<double, float>(p.min_p, p.min_p_wide, p.min_p_value, row * p.stride_min_p), true};
     auto share = [](double x) { return x >= 0.0 && x <= 1.0; };
     request.possible = possible(request.temperature) && request.top_k >= -1 && share(request.top_p) && share(request.min_p);
     return request;

@@ -6,7 +6,7 @@
 // the score is made again from them, bit for bit, which halves the scratch. Sums run in an order that depends on V alone.
 //
 // Grid: rows. Launched while the tile kernel still runs; waits for it on the device.
-#include "contract.cuh"
+#include "params.cuh"
 
 #ifndef GREEDY
 #define GREEDY 0

@@ -62,6 +62,7 @@ struct Workspace {
     u32 histogram[BINS];
     Entry list[2][LOCAL];  // two, so that nobody overwrites what others still read
     u32 listed;
+    float estimate;
     u32 found[3];
     int cut[2];
 };
@@ -182,9 +183,9 @@ __device__ __forceinline__ void locate(const Search& s, Range& range, float targ
     }
     const Binned through = block_scan(work.exchange, s.turn, bin[0] + bin[1]);
     if (share > 0.0) {
-        if (threadIdx.x == THREADS - 1) work.exchange.scratch[0].words[7] = __float_as_uint(through.measure);
+        if (threadIdx.x == THREADS - 1) work.estimate = through.measure;
         __syncthreads();
-        target = static_cast<float>(share) * (__uint_as_float(static_cast<u32>(work.exchange.scratch[0].words[7])) + rest);
+        target = static_cast<float>(share) * (work.estimate + rest);
     }
     // The bin that reaches the target: its number, and the counts through it and before it
     const Binned before1 = {through.count - count[1], through.measure - bin[1].measure};
@@ -308,10 +309,11 @@ __device__ __forceinline__ Found search_list(const Search& s, const Probe& all, 
         ids[i] = NO_ID;
         each[i] = 0;
         if (at >= all.count) continue;
-        for (; rank < CLUSTER - 1; ++rank) {
+        while (rank + 1 < CLUSTER) {
             const u32 count = reinterpret_cast<const Probe*>(&parts[rank])->count;
             if (at < count) break;
             at -= count;
+            ++rank;
         }
 #if CLUSTER == 1
         const Entry entry = s.work.list[list][at];

@@ -1,7 +1,7 @@
 // A tile of logits in a warpgroup's registers: its shape, where each logit lies, the rows it belongs to, and what the head and
 // the request make of it (DESIGN: semantics, rule 1).
 #pragma once
-#include "contract.cuh"
+#include "params.cuh"
 
 // What the launcher defines; the values here let the file compile by itself.
 #ifndef TURNS

@@ -1,0 +1,86 @@
+"""Launches the Hopper kernel of the filters (``sm90/filters.cu``); what it computes is written there."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ..params import RowParams
+from ..types import Samples
+from .arguments import on_device, stride_of, temperature_arguments
+from .config import FilterConfig, filter_config
+from .nvrtc import Kernel, load
+
+_THREADS = 512
+_ELEMENTS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+_POINTERS = (
+    "logits", "temperature", "top_k", "top_p", "min_p", "seed", "position", "entropy", "out", "tokens", "logprobs", "log_masses",
+)  # fmt: skip
+_STRIDES = tuple(f"stride_{name}" for name in ("logits", "out", "temperature", "top_k", "top_p", "min_p", "seed", "position"))
+
+
+class Params(ctypes.Structure):
+    """``Params`` of ``sm90/filters.cu``, field by field."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in _POINTERS]
+        + [(name, ctypes.c_int64) for name in (*_STRIDES, "top_k_value")]
+        + [(name, ctypes.c_double) for name in ("top_p_value", "min_p_value")]
+        + [(name, ctypes.c_int32) for name in ("V", "chunk", "top_k_wide", "top_p_wide", "min_p_wide")]
+        + [(name, ctypes.c_float) for name in ("temperature_value", "mask_value")]
+    )
+
+
+def launch_mask(logits: Tensor, rows: RowParams, out: Tensor, mask_value: float) -> None:
+    """Writes the kept logits to ``out`` (which may be ``logits``), ``mask_value`` elsewhere and in all of an invalid row."""
+    _launch(logits, rows, {"MASK": 1}, {"out": out}, mask_value)
+
+
+def launch_filtered_draw(logits: Tensor, rows: RowParams, logprobs: bool) -> Samples:
+    """One draw a row from what the filters keep; ``[B, 1]`` results."""
+    batch, device = len(logits), logits.device
+    drawn = Samples(
+        torch.empty(batch, 1, dtype=torch.int64, device=device),
+        torch.empty(batch, 1, device=device) if logprobs else None,
+        log_mass=torch.empty(batch, device=device) if logprobs else None,
+    )
+    results = {"tokens": drawn.tokens, "logprobs": drawn.logprobs, "log_masses": drawn.log_mass}
+    _launch(logits, rows, {"DRAW": 1, "LOGPROBS": int(logprobs)}, results, 0.0)
+    return drawn
+
+
+def filter_kernel(logits: Tensor, config: FilterConfig, outputs: dict[str, int]) -> Kernel:
+    """The kernel for these outputs, compiled on first use."""
+    features = {"MASK": 0, "DRAW": 0, "LOGPROBS": 0} | outputs
+    defines = (
+        ("CLUSTER", config.cluster), ("ELEMENT", _ELEMENTS[logits.dtype]), ("RESIDENT", int(config.resident)),
+        *features.items(), *config.search._asdict().items(),
+    )  # fmt: skip
+    shared = config.chunk(logits.shape[1]) * logits.element_size() if config.resident else 0
+    index = logits.device.index if logits.device.index is not None else torch.cuda.current_device()
+    return load("filters", "filter_rows", _THREADS, shared, defines, index)
+
+
+def _launch(logits: Tensor, rows: RowParams, outputs: dict[str, int], results: dict[str, Tensor | None], mask_value: float) -> None:
+    batch, vocab = logits.shape
+    config = filter_config(vocab, batch, logits.element_size())
+    temperature = temperature_arguments(rows)
+    numbers = {name: getattr(rows, name) for name in ("top_k", "top_p", "min_p")}
+    tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+    scalars = {f"{name}_value": value for name, value in numbers.items() if not isinstance(value, Tensor)}
+    given: dict[str, Tensor | None] = {
+        "logits": logits, "temperature": temperature["temperature_ptr"],
+        "seed": rows.seed, "position": rows.position, "entropy": rows.entropy, **tensors, **results,
+    }  # fmt: skip
+    params = Params(
+        **{name: tensor.data_ptr() for name, tensor in given.items() if tensor is not None},
+        **{f"stride_{name}": stride_of(given.get(name), 0) for name in (stride.removeprefix("stride_") for stride in _STRIDES)},
+        **{f"{name}_wide": int(tensor.element_size() == 8) for name, tensor in tensors.items()},
+        **scalars,
+        V=vocab, chunk=config.chunk(vocab), temperature_value=temperature["temperature_value"], mask_value=mask_value,
+    )  # fmt: skip
+    with on_device(logits.device):
+        filter_kernel(logits, config, outputs).launch((batch * config.cluster, 1), [params], logits.device)
