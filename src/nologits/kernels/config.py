@@ -71,6 +71,15 @@ class FilterConfig:
         """Ids of a block, a multiple of the noise's 128."""
         return -(-vocab // (self.cluster * 128)) * 128
 
+    def shared_bytes(self, vocab: int, itemsize: int) -> int:
+        """Dynamic shared memory of a block: its chunk in whole pieces."""
+        return -(-self.chunk(vocab) // FILTER_PIECE) * FILTER_PIECE * itemsize if self.resident else 0
+
+    def rows_at_once(self, vocab: int, itemsize: int, processors: int) -> int:
+        """How many rows the chip works on together: two blocks a multiprocessor, or one where they are large."""
+        blocks = 2 if self.shared_bytes(vocab, itemsize) <= FILTER_CHUNK_BYTES // 2 else 1
+        return max(1, processors * blocks // self.cluster)
+
 
 TILES: dict[tuple[str, str], dict[int, TileConfig]] = {
     ("sm90", "half"): {
@@ -146,6 +155,9 @@ def hopper_config(batch: int) -> HopperConfig:
     return HOPPER_SHARED_CLUSTERED if HOPPER_SHARED_CLUSTERED.fits(batch) else HOPPER_SHARED
 
 
+FILTER_PIECE = 2048
+"""Ids that a block of the filters' kernel takes in one step of a sweep."""
+
 FILTER_CHUNK_BYTES = 192 << 10
 """What a block of the filters' kernel can hold of a row beside its workspace."""
 
@@ -154,6 +166,7 @@ def filter_config(vocab: int, batch: int, itemsize: int) -> FilterConfig:
     """The launch of the filters' kernel: small rows by one block; few rows by large clusters, which share the work of each."""
     if vocab <= 8192:
         return FilterConfig(1, True)
-    wide = FilterConfig(16, True)
-    cluster = 16 if batch <= 8 and vocab >= 65536 or wide.chunk(vocab) * 2 * itemsize > FILTER_CHUNK_BYTES else 8
-    return FilterConfig(cluster, FilterConfig(cluster, True).chunk(vocab) * itemsize <= FILTER_CHUNK_BYTES)
+    by_8, by_16 = FilterConfig(8, True), FilterConfig(16, True)
+    few = batch <= 8 and vocab >= 65536
+    config = by_16 if few or by_8.shared_bytes(vocab, itemsize) > FILTER_CHUNK_BYTES else by_8
+    return config if config.shared_bytes(vocab, itemsize) <= FILTER_CHUNK_BYTES else FilterConfig(16, False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..params import RowParams
 from ..types import Samples
 from .arguments import on_device, stride_of, temperature_arguments
-from .config import FilterConfig, filter_config
+from .config import FilterConfig, filter_config, multiprocessors
 from .nvrtc import Kernel, load
 
 _THREADS = 512
@@ -29,7 +29,7 @@ class Params(ctypes.Structure):
         [(name, ctypes.c_void_p) for name in _POINTERS]
         + [(name, ctypes.c_int64) for name in (*_STRIDES, "top_k_value")]
         + [(name, ctypes.c_double) for name in ("top_p_value", "min_p_value")]
-        + [(name, ctypes.c_int32) for name in ("V", "chunk", "top_k_wide", "top_p_wide", "min_p_wide")]
+        + [(name, ctypes.c_int32) for name in ("rows", "ahead", "V", "chunk", "top_k_wide", "top_p_wide", "min_p_wide")]
         + [(name, ctypes.c_float) for name in ("temperature_value", "mask_value")]
     )
 
@@ -59,7 +59,7 @@ def filter_kernel(logits: Tensor, config: FilterConfig, outputs: dict[str, int])
         ("CLUSTER", config.cluster), ("ELEMENT", _ELEMENTS[logits.dtype]), ("RESIDENT", int(config.resident)),
         *features.items(), *config.search._asdict().items(),
     )  # fmt: skip
-    shared = config.chunk(logits.shape[1]) * logits.element_size() if config.resident else 0
+    shared = config.shared_bytes(logits.shape[1], logits.element_size())
     index = logits.device.index if logits.device.index is not None else torch.cuda.current_device()
     return load("filters", "filter_rows", _THREADS, shared, defines, index)
 
@@ -80,6 +80,7 @@ def _launch(logits: Tensor, rows: RowParams, outputs: dict[str, int], results: d
         **{f"stride_{name}": stride_of(given.get(name), 0) for name in (stride.removeprefix("stride_") for stride in _STRIDES)},
         **{f"{name}_wide": int(tensor.element_size() == 8) for name, tensor in tensors.items()},
         **scalars,
+        rows=batch, ahead=config.rows_at_once(vocab, logits.element_size(), multiprocessors(logits.device)),
         V=vocab, chunk=config.chunk(vocab), temperature_value=temperature["temperature_value"], mask_value=mask_value,
     )  # fmt: skip
     with on_device(logits.device):

@@ -48,43 +48,40 @@ struct alignas(4 * sizeof(Element)) Quad {
 
 struct Chunk {
     const Element* global;  // of its first id
-    Element* shared;
-    u64* barriers;  // one a piece
-    int first;      // id
-    int count;      // ids, maybe none
-    bool bulk;      // arrives by bulk copies
+    Element* shared;        // whole pieces, -inf beyond the chunk
+    u64* barriers;          // one a piece
+    int first;              // id
+    int count;              // ids, maybe none
+    bool bulk;              // arrives by bulk copies
 
     __device__ __forceinline__ int steps() const { return (count + PIECE - 1) / PIECE; }
 
-    // Four neighbouring logits; -inf beyond the chunk.
-    __device__ __forceinline__ void load(int at, float (&x)[4]) const {
+    __device__ __forceinline__ float load_one(int at) const {
 #if RESIDENT
-        if (at < count) {
-            const Quad quad = *reinterpret_cast<const Quad*>(shared + at);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = as_float(quad.e[i]);
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = -infinity();
+        return as_float(shared[at]);
 #else
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = at + i < count ? as_float(global[at + i]) : -infinity();
+        return at < count ? as_float(global[at]) : -infinity();
 #endif
     }
 
-    __device__ __forceinline__ float load_one(int at) const {
+    // Four neighbouring logits.
+    __device__ __forceinline__ void load(int at, float (&x)[4]) const {
 #if RESIDENT
-        return at < count ? as_float(shared[at]) : -infinity();
+        const Quad quad = *reinterpret_cast<const Quad*>(shared + at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = as_float(quad.e[i]);
 #else
-        return at < count ? as_float(global[at]) : -infinity();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = load_one(at + i);
 #endif
     }
 
     // Calls step(x, at) for all quads, every thread as often as the others.
     template <typename Step>
     __device__ __forceinline__ void sweep(Step step) const {
-        for (int at = 4 * threadIdx.x; at < steps() * PIECE; at += PIECE) {
+        const int end = steps() * PIECE;
+#pragma unroll 2
+        for (int at = 4 * threadIdx.x; at < end; at += PIECE) {
             float x[4];
             load(at, x);
             step(x, at);
@@ -94,20 +91,19 @@ struct Chunk {
     // Starts bringing it on chip. Threads need a barrier before `sweep_arriving`.
     __device__ __forceinline__ void fetch() {
 #if RESIDENT
-        bulk = (reinterpret_cast<u64>(global) & 15) == 0;
         constexpr int ALIGNED = 16 / sizeof(Element);
+        bulk = (reinterpret_cast<u64>(global) & 15) == 0;
         const int copied = bulk ? count / ALIGNED * ALIGNED : 0;
-        for (int at = copied + threadIdx.x; at < (count + 3) / 4 * 4; at += THREADS)
-            shared[at] = at < count ? global[at] : as_element(-infinity());
         if (bulk && threadIdx.x == 0) {
             for (int s = 0; s < steps(); ++s) barrier_init(shared_address(barriers + s), 1);
             barrier_init_fence();
             for (int s = 0; s < steps(); ++s) {
-                const int at = s * PIECE, bytes = (min(copied, at + PIECE) - at) * static_cast<int>(sizeof(Element));
-                barrier_expect_bytes(shared_address(barriers + s), max(bytes, 0));
-                if (bytes > 0) copy_bytes(shared_address(shared + at), global + at, shared_address(barriers + s), bytes);
+                const int at = s * PIECE, bytes = max(0, min(copied - at, PIECE)) * static_cast<int>(sizeof(Element));
+                barrier_expect_bytes(shared_address(barriers + s), bytes);
+                if (bytes) copy_bytes(shared_address(shared + at), global + at, shared_address(barriers + s), bytes);
             }
         }
+        for (int at = copied + threadIdx.x; at < steps() * PIECE; at += THREADS) shared[at] = at < count ? global[at] : as_element(-infinity());
 #endif
     }
 
@@ -124,3 +120,9 @@ struct Chunk {
         }
     }
 };
+
+// Brings bytes of another row into the L2 cache, for the blocks that will want them next.
+__device__ __forceinline__ void prefetch_chunk(const Element* global, int count) {
+    constexpr int ALIGNED = 16 / sizeof(Element);
+    if ((reinterpret_cast<u64>(global) & 15) == 0 && count >= ALIGNED) prefetch_bytes(global, count / ALIGNED * 16);
+}

@@ -1,4 +1,7 @@
-// Reductions over a thread block and over a cluster of them that works on one row. All results are known to all threads.
+// Reductions over a thread block and over the cluster of them that works on one row.
+//
+// What is reduced is a struct with two members: `over_lanes()`, the reduction over a warp, known to all its lanes, and `nothing()`,
+// what changes no reduction.
 #pragma once
 #include "contract.cuh"
 
@@ -10,7 +13,7 @@ constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
 
 struct alignas(16) Slot {
-    u64 words[8];
+    u64 words[6];
 };
 
 struct Exchange {
@@ -28,9 +31,10 @@ __device__ __forceinline__ void store_remote(u32 address, u64 word) {
     asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(word) : "memory");
 }
 
+// Of what lay there at the last barrier of the cluster.
 __device__ __forceinline__ u64 load_remote(u32 address) {
     u64 word;
-    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(word) : "r"(address) : "memory");
+    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(word) : "r"(address));
     return word;
 }
 
@@ -51,71 +55,88 @@ __device__ __forceinline__ u32 row_rank() {
 #endif
 }
 
+// ---- over the lanes of a warp
+
+__device__ __forceinline__ u32 sum_lanes(u32 x) { return __reduce_add_sync(ALL, x); }
+
+// Sums below 2^62, in three parts that cannot overflow.
+__device__ __forceinline__ u64 sum_lanes(u64 x) {
+    const u64 low = sum_lanes(static_cast<u32>(x) & 0x3FFFFF), middle = sum_lanes(static_cast<u32>(x >> 22) & 0x3FFFFF),
+              high = sum_lanes(static_cast<u32>(x >> 44));
+    return low + (middle << 22) + (high << 44);
+}
+
+__device__ __forceinline__ float sum_lanes(float x) {
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) x += __shfl_xor_sync(ALL, x, lanes);
+    return x;
+}
+
+__device__ __forceinline__ int min_lanes(int x) { return __reduce_min_sync(ALL, x); }
+__device__ __forceinline__ int max_lanes(int x) { return __reduce_max_sync(ALL, x); }
+
+// ---- over more
+
+// Over the first `warps` warps of a block, which all are here.
+template <int warps, typename T>
+__device__ __forceinline__ T reduce_warps(Slot (&scratch)[WARPS], const T& mine) {
+    const T of_warp = mine.over_lanes();
+    const int lane = threadIdx.x & 31;
+    if (lane == 0) *reinterpret_cast<T*>(&scratch[threadIdx.x >> 5]) = of_warp;
+    named_barrier<32 * warps>(1);
+    const T other = lane < warps ? *reinterpret_cast<const T*>(&scratch[lane]) : T::nothing();
+    return other.over_lanes();
+}
+
+// Over a row; known to all threads. `parts` becomes what each block has.
 template <typename T>
-__device__ __forceinline__ T shuffle_words(const T& mine, int lanes) {
-    static_assert(sizeof(T) % 4 == 0, "in words");
-    T other;
-    const u32* from = reinterpret_cast<const u32*>(&mine);
-    u32* to = reinterpret_cast<u32*>(&other);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i) to[i] = __shfl_xor_sync(ALL, from[i], lanes);
-    return other;
-}
-
-// Of a block. `turn` counts reductions and exchanges alike.
-template <typename T, typename Combine>
-__device__ __forceinline__ T block_reduce(Exchange& exchange, u32& turn, T mine, Combine combine) {
-#pragma unroll
-    for (int lanes = 16; lanes; lanes >>= 1) mine = combine(mine, shuffle_words(mine, lanes));
-    Slot(&scratch)[WARPS] = exchange.scratch[turn++ & 1];
-    if ((threadIdx.x & 31) == 0) *reinterpret_cast<T*>(&scratch[threadIdx.x >> 5]) = mine;
-    __syncthreads();
-    mine = *reinterpret_cast<const T*>(&scratch[threadIdx.x & (WARPS - 1)]);
-#pragma unroll
-    for (int lanes = WARPS / 2; lanes; lanes >>= 1) mine = combine(mine, shuffle_words(mine, lanes));
-    return mine;
-}
-
-// Of a row: `parts` becomes what each block has.
-template <typename T, typename Combine>
-__device__ __forceinline__ T row_reduce(Exchange& exchange, u32& turn, T mine, Combine combine, const Slot*& parts) {
+__device__ __forceinline__ T reduce_row(Exchange& exchange, u32& turn, const T& mine, const Slot*& parts) {
     static_assert(sizeof(T) <= sizeof(Slot), "fits a slot");
     Slot(&board)[CLUSTER] = exchange.board[turn & 1];
-    mine = block_reduce(exchange, turn, mine, combine);
-    if (threadIdx.x < CLUSTER) {
+    Slot(&scratch)[WARPS] = exchange.scratch[turn & 1];
+    ++turn;
+    const int lane = threadIdx.x & 31;
+    const T of_warp = mine.over_lanes();
+    if (lane == 0) *reinterpret_cast<T*>(&scratch[threadIdx.x >> 5]) = of_warp;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        const T other = lane < WARPS ? *reinterpret_cast<const T*>(&scratch[lane]) : T::nothing();
         Slot slot;
-        *reinterpret_cast<T*>(&slot) = mine;
-        const u32 target = remote_address(&board[row_rank()], threadIdx.x);
+        *reinterpret_cast<T*>(&slot) = other.over_lanes();
+        if (lane < CLUSTER) {
+            const u32 target = remote_address(&board[row_rank()], lane);
 #pragma unroll
-        for (int i = 0; i < static_cast<int>((sizeof(T) + 7) / 8); ++i) store_remote(target + 8 * i, slot.words[i]);
+            for (int i = 0; i < static_cast<int>((sizeof(T) + 7) / 8); ++i) store_remote(target + 8 * i, slot.words[i]);
+        }
     }
     sync_row();
     parts = board;
-    mine = *reinterpret_cast<const T*>(&board[0]);
-#pragma unroll
-    for (int r = 1; r < CLUSTER; ++r) mine = combine(mine, *reinterpret_cast<const T*>(&board[r]));
-    return mine;
+    const T other = lane < CLUSTER ? *reinterpret_cast<const T*>(&board[lane]) : T::nothing();
+    return other.over_lanes();
 }
 
-// Sums over the threads up to this one, in the order of their numbers, for whatever can be added.
-template <typename T>
-__device__ __forceinline__ T block_scan(Exchange& exchange, u32& turn, T mine) {
+// ---- running sums over the threads of a block
+
+struct Binned {
+    u32 count;
+    float measure;
+};
+
+struct Running {
+    Binned through, total;  // up to this thread with it; of all
+};
+
+__device__ __forceinline__ Running scan_block(Slot (&scratch)[WARPS], Binned mine) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes <<= 1) {
-        T other;
-        const u32* from = reinterpret_cast<const u32*>(&mine);
-        u32* to = reinterpret_cast<u32*>(&other);
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i) to[i] = __shfl_up_sync(ALL, from[i], lanes);
-        if (lane >= lanes) mine = other + mine;
+        const Binned other = {__shfl_up_sync(ALL, mine.count, lanes), __shfl_up_sync(ALL, mine.measure, lanes)};
+        if (lane >= lanes) mine = {mine.count + other.count, mine.measure + other.measure};
     }
-    Slot(&scratch)[WARPS] = exchange.scratch[turn++ & 1];
-    if (lane == 31) *reinterpret_cast<T*>(&scratch[warp]) = mine;
+    if (lane == 31) *reinterpret_cast<Binned*>(&scratch[warp]) = mine;
     __syncthreads();
-    T before{};
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w)
-        if (w < warp) before = before + *reinterpret_cast<const T*>(&scratch[w]);
-    return before + mine;
+    const Binned other = lane < WARPS ? *reinterpret_cast<const Binned*>(&scratch[lane]) : Binned{0, 0.0f};
+    const bool earlier = lane < warp;
+    return {{sum_lanes(earlier ? other.count : 0u) + mine.count, sum_lanes(earlier ? other.measure : 0.0f) + mine.measure},
+            {sum_lanes(other.count), sum_lanes(other.measure)}};
 }

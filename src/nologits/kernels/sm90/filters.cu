@@ -28,6 +28,7 @@ struct Params {
     i64 stride_logits, stride_out, stride_temperature, stride_top_k, stride_top_p, stride_min_p, stride_seed, stride_position;
     i64 top_k_value;
     double top_p_value, min_p_value;
+    int rows, ahead;  // rows of logits; how many later is the row that the next blocks will take
     int V, chunk, top_k_wide, top_p_wide, min_p_wide;
     float temperature_value, mask_value;
 };
@@ -56,31 +57,24 @@ __device__ __forceinline__ Request make_request(const Params& p, int row) {
     return request;
 }
 
-__device__ __forceinline__ Statistics combine(const Statistics& a, const Statistics& b) {
-    const double count = static_cast<double>(a.count) + b.count, apart = b.mean - a.mean, share = count > 0.0 ? b.count / count : 0.0;
-    return {a.mean + apart * share, a.squares + b.squares + apart * apart * a.count * share,
-            fmaxf(a.peak, b.peak), fminf(a.lowest, b.lowest), a.count + b.count, a.broken | b.broken};
-}
-
-// While the chunk arrives. The mean and deviation only guide guesses, and fp32 sums around some logit will do.
-__device__ __forceinline__ Statistics chunk_statistics(const Chunk& chunk) {
-    float sum = 0.0f, squares = 0.0f, shift = 0.0f, peak = -infinity(), lowest = infinity();
-    u32 count = 0, broken = 0;
+// While the chunk arrives. The sums only guide guesses.
+__device__ __forceinline__ Statistics chunk_statistics(const Chunk& chunk, float shift) {
+    Statistics mine = Statistics::nothing();
+    float peak = -infinity();
     chunk.sweep_arriving([&](const float(&x)[4]) {
-        if (count == 0) shift = fabsf(x[0]) < infinity() ? x[0] : 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            broken |= x[i] != x[i];
+            const bool there = x[i] > -infinity();
+            const float value = there ? x[i] - shift : 0.0f;
+            mine.broken += x[i] != x[i];
+            mine.count += there;
+            mine.sum += value;
+            mine.squares = fmaf(value, value, mine.squares);
             peak = fmaxf(peak, x[i]);
-            if (x[i] == -infinity()) continue;
-            lowest = fminf(lowest, x[i]);
-            count += 1;
-            sum += x[i] - shift;
-            squares = fmaf(x[i] - shift, x[i] - shift, squares);
         }
     });
-    const double mean = count ? static_cast<double>(sum) / count : 0.0;
-    return {mean + shift, static_cast<double>(squares) - mean * sum, peak, lowest, count, broken};
+    mine.peak = key_of(peak);
+    return mine;
 }
 
 // The smallest key whose share of the peak's probability is at least min_p; by one warp.
@@ -111,6 +105,18 @@ struct Drawn {
     Candidate best;
     u32 padding;
     u64 kept, total;  // masses
+
+    __device__ __forceinline__ Drawn over_lanes() const {
+        Drawn drawn = {best, 0, 0, 0};
+#pragma unroll
+        for (int lanes = 16; lanes; lanes >>= 1) keep_better(drawn.best, shuffle_xor(drawn.best, lanes));
+#if LOGPROBS
+        drawn.kept = sum_lanes(kept);
+        drawn.total = sum_lanes(total);
+#endif
+        return drawn;
+    }
+    static __device__ __forceinline__ Drawn nothing() { return {{NOTHING_ORDER, NO_TOKEN, 0.0f}, 0, 0, 0}; }
 };
 
 // The winner among this block's kept logits. A score is at most logit + spread (32 + log2 ln 2 - log2(r + 1/2)), r being the word
@@ -118,7 +124,7 @@ struct Drawn {
 __device__ __forceinline__ Drawn draw(const Search& s, const Boundary& boundary, const Stream& stream, float spread) {
     const float above = last_value(boundary.key), equal = value_of(boundary.key);
     const int lane = threadIdx.x & 31;
-    Drawn drawn = {{NOTHING_ORDER, NO_TOKEN, 0.0f}, 0, 0, 0};
+    Drawn drawn = Drawn::nothing();
     float floor = -infinity();
     for (int base = 128 * (threadIdx.x >> 5); base < s.chunk.count; base += 128 * WARPS) {
         const int at = base + (lane & 7) + 16 * (lane >> 3), id = s.chunk.first + at;
@@ -160,14 +166,6 @@ __device__ __forceinline__ Drawn draw(const Search& s, const Boundary& boundary,
     return drawn;
 }
 
-__device__ __forceinline__ Drawn combine(const Drawn& a, const Drawn& b) {
-    Drawn both = a;
-    keep_better(both.best, b.best);
-    both.kept += b.kept;
-    both.total += b.total;
-    return both;
-}
-
 __device__ __forceinline__ void write_kept(const Params& p, const Chunk& chunk, const Boundary& boundary, bool valid, Element* out) {
     const float above = last_value(boundary.key), equal = value_of(boundary.key);
     const Element dropped = as_element(p.mask_value);
@@ -192,38 +190,38 @@ __device__ __forceinline__ void write_kept(const Params& p, const Chunk& chunk, 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) filter_rows(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Workspace work;
-    const int row = blockIdx.x / CLUSTER;
-    const int first = row_rank() * p.chunk;
+    const int row = blockIdx.x / CLUSTER, first = row_rank() * p.chunk;
     const Element* const logits = p.logits + row * p.stride_logits;
     Chunk chunk = {logits + first, reinterpret_cast<Element*>(memory), work.barriers, first, max(0, min(p.chunk, p.V - first)), false};
     chunk.fetch();
-    fill_table(work.table);
+    if (threadIdx.x == 0 && row < p.rows - p.ahead) prefetch_chunk(chunk.global + p.ahead * p.stride_logits, chunk.count);
+    if (threadIdx.x < 16) work.table[threadIdx.x] = SIXTEENTHS[threadIdx.x];
     const Request request = make_request(p, row);
+    const float any = as_float(logits[0]), shift = fabsf(any) < infinity() ? any : 0.0f;
     __syncthreads();
 
     // Statistics
     u32 turn = 0;
     const Slot* parts;
-    const Statistics stats = row_reduce(
-        work.exchange, turn, chunk_statistics(chunk), [](const Statistics& a, const Statistics& b) { return combine(a, b); }, parts);
+    const Statistics stats = reduce_row(work.exchange, turn, chunk_statistics(chunk, shift), parts);
     const bool valid = request.possible && !stats.broken && stats.count;
 
     // Boundary
     Found found = {{key_of(-infinity()), NO_ID}, 0};
-    const Scale scale = make_scale(stats.peak, request.temperature);
-    const Search search = {work, chunk, stats, scale, turn};
+    const Scale scale = make_scale(value_of(stats.peak), request.temperature);
+    const Search search = {work, chunk, stats, scale, turn, shift};
     if (valid) {
         if (request.min_p > 0.0) {
             if (threadIdx.x < 32) {
                 const int key = lowest_likely(scale, request.min_p, request.temperature);
-                if (threadIdx.x == 0) work.cut[0] = key;
+                if (threadIdx.x == 0) work.cut = key;
             }
             __syncthreads();
-            found.boundary.key = work.cut[0] - 1;
-            __syncthreads();
+            found.boundary.key = work.cut - 1;
         }
-        if (request.top_k > 0 && request.top_k < stats.count) found = find_boundary<false>(search, found, request.top_k, 1.0);
-        if (request.top_p < 1.0) found = find_boundary<true>(search, found, 0, request.top_p);
+        double p_left = request.top_p;
+        if (request.top_k > 0 && request.top_k < stats.count) found = find_boundary<false>(search, found, request.top_k, p_left);
+        if (p_left < 1.0) found = find_boundary<true>(search, found, 0, p_left);
     }
 
     // Results
@@ -233,18 +231,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #if DRAW
     i64 seed = p.seed ? p.seed[row * p.stride_seed] : -1, position = p.seed && p.position ? p.position[row * p.stride_position] : 0;
     if (seed == -1 && p.entropy) seed = *p.entropy, position = row;
-    Drawn drawn = {{NOTHING_ORDER, NO_TOKEN, 0.0f}, 0, 0, 0};
+    Drawn drawn = Drawn::nothing();
     if (valid) {
         drawn = draw(search, found.boundary, make_stream(seed, position), row_spread(request.temperature));
-        drawn = row_reduce(work.exchange, turn, drawn, [](const Drawn& a, const Drawn& b) { return combine(a, b); }, parts);
+        drawn = reduce_row(work.exchange, turn, drawn, parts);
     }
     if (threadIdx.x == 0 && row_rank() == 0) {
         p.tokens[row] = valid ? static_cast<i64>(drawn.best.token) : -1;
 #if LOGPROBS
-        const double temperature = request.temperature, peak = stats.peak;
+        const double temperature = request.temperature, peak = scale.peak;
         const bool certain = temperature == 0.0 || drawn.best.logit == infinity();
         const double logprob = certain ? 0.0 : (drawn.best.logit - peak) / temperature - log(drawn.kept * 0x1p-40);
-        const double log_mass = temperature == 0.0 || stats.peak == infinity() ? peak : peak / temperature + log(drawn.total * 0x1p-40);
+        const double log_mass = temperature == 0.0 || scale.peak == infinity() ? peak : peak / temperature + log(drawn.total * 0x1p-40);
         p.logprobs[row] = valid ? static_cast<float>(logprob) : not_a_number();
         p.log_masses[row] = valid ? static_cast<float>(log_mass) : not_a_number();
 #endif

@@ -86,6 +86,10 @@ __device__ __forceinline__ void copy_bytes(u32 target, const void* source, u32 b
                  : "memory");
 }
 
+__device__ __forceinline__ void prefetch_bytes(const void* source, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // ---- clusters and dependent launches
 
 __device__ __forceinline__ u32 cluster_rank() {

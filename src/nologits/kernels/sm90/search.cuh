@@ -4,9 +4,9 @@
 // measure is a count (top-k) or a mass in whole units (top-p), so that it has no order of summation.
 //
 //     guess a bracket of logits that holds the boundary      sigma-truncation, or a histogram of the range
-//     probe it: measure above, inside; inside goes on a list   one sweep over the row, exact
-//     boundary inside, and the list is short                   pivot search on the list
-//     otherwise                                                smaller range, new guess
+//     probe it: measure above and inside, inside on a list   one sweep over the row, exact
+//     boundary inside, and the list is short                 pivot search on the list
+//     otherwise                                              smaller range, new guess
 //
 // A guess costs time if it is wrong, never exactness: ranges shrink until a bracket is one value, whose copies go by id.
 #pragma once
@@ -22,38 +22,64 @@
 #endif
 
 constexpr int BINS = 2 * THREADS;
-constexpr int PER_THREAD = 4;                        // entries of the list
-constexpr int LISTED = PER_THREAD * THREADS;         // of a row
-constexpr int LOCAL = CLUSTER == 1 ? LISTED : 1024;  // of a block
-constexpr int SURVIVORS = 512;                       // that sigma-truncation aims at, or twice k
-constexpr u32 MARGIN = 256;                          // a first bracket takes so many more elements on both sides
+constexpr int SEARCHERS = 8;                          // warps of a block that search the list
+constexpr int PER_THREAD = 4;                         // entries of theirs
+constexpr int LISTED = PER_THREAD * 32 * SEARCHERS;   // entries of a row
+constexpr int LOCAL = CLUSTER == 1 ? LISTED : 512;    // of a block
+constexpr int SURVIVORS = 256;                        // that sigma-truncation aims at, or twice k
+constexpr u32 MARGIN = 64;                            // a first bracket takes so many more elements on both sides
+constexpr int EVERY_ID = 0x7FFFFFFF, NO_ID = -1, MAX_IDS = 1 << 22;
+constexpr int HIGHEST_KEY = 0x7FFFFFFF, LOWEST_KEY = static_cast<int>(0x80000000);  // no logit has them
 
 // Keeps keys above `key`, and of those equal the ones with an id up to `last_id`.
 struct Boundary {
     int key, last_id;
-
-    __device__ __forceinline__ bool keeps(int other, int id) const { return other > key || (other == key && id <= last_id); }
 };
 
-constexpr int EVERY_ID = 0x7FFFFFFF, NO_ID = -1;
-constexpr int MAX_IDS = 1 << 22;
+struct Found {
+    Boundary boundary;
+    u32 copies;  // of the boundary's key that are kept
+};
 
 struct Entry {
     int key, id;
 };
 
 struct Statistics {
-    double mean, squares;  // of the finite logits; squares around the mean
-    float peak, lowest;    // lowest above -inf
-    u32 count;             // above -inf
-    u32 broken;            // a NaN is there
+    float sum, squares;  // of logits above -inf, less the row's `shift`
+    int peak;            // key
+    u32 count;           // above -inf
+    u32 broken;          // NaNs
+
+    __device__ __forceinline__ Statistics over_lanes() const {
+        return {sum_lanes(sum), sum_lanes(squares), max_lanes(peak), sum_lanes(count), sum_lanes(broken)};
+    }
+    static __device__ __forceinline__ Statistics nothing() { return {0.0f, 0.0f, LOWEST_KEY, 0, 0}; }
 };
 
-struct Probe {
-    u64 above, inside, below;  // measures; below down to the floor
-    u32 count;                 // inside
-    int smallest, largest;     // keys inside
+template <bool mass>
+struct MeasureOf {
+    typedef u32 type;
 };
+template <>
+struct MeasureOf<true> {
+    typedef u64 type;
+};
+
+template <bool mass>
+struct Probe {
+    typedef typename MeasureOf<mass>::type Measure;
+    u32 count;              // inside the bracket
+    int smallest, largest;  // keys inside
+    Measure above, through, total;  // above it; that and inside; that and below, down to the floor
+
+    __device__ __forceinline__ Probe over_lanes() const {
+        return {sum_lanes(count), min_lanes(smallest), max_lanes(largest), sum_lanes(above), sum_lanes(through), sum_lanes(total)};
+    }
+    static __device__ __forceinline__ Probe nothing() { return {0, HIGHEST_KEY, LOWEST_KEY, 0, 0, 0}; }
+};
+
+__device__ __forceinline__ u32 count_of(const Slot& part) { return static_cast<u32>(part.words[0]); }  // of any Probe
 
 struct Workspace {
     Exchange exchange;
@@ -62,9 +88,10 @@ struct Workspace {
     u32 histogram[BINS];
     Entry list[2][LOCAL];  // two, so that nobody overwrites what others still read
     u32 listed;
-    float estimate;
-    u32 found[3];
-    int cut[2];
+    u32 before, until;  // counts around the bin that is looked for
+    int bin, lowest, highest;
+    int cut;
+    Found found;
 };
 
 struct Search {
@@ -73,6 +100,7 @@ struct Search {
     const Statistics& stats;
     const Scale& scale;
     u32& turn;
+    float shift;  // some logit of the row, or 0
 };
 
 __device__ __forceinline__ int key_of(float x) { return score_order(x); }
@@ -85,89 +113,84 @@ __device__ __forceinline__ float last_value(int key) { return value_of(key == -1
 // ---- one sweep: what lies above, inside and below first .. last
 
 template <bool mass>
-__device__ __forceinline__ Probe probe(const Search& s, int first, int last, int floor, u32 list, const Slot*& parts) {
+__device__ __forceinline__ Probe<mass> probe(const Search& s, int first, int last, int floor, u32 list, const Slot*& parts) {
+    typedef typename MeasureOf<mass>::type Measure;
     const float low = first_value(first), high = last_value(last), least = first_value(floor + 1);
     Workspace& work = s.work;
     if (threadIdx.x == 0) work.listed = 0;
     __syncthreads();
-    Probe mine = {0, 0, 0, 0, 0x7FFFFFFF, static_cast<int>(0x80000000)};
+    Probe<mass> mine = Probe<mass>::nothing();
     s.chunk.sweep([&](const float(&x)[4], int at) {
+        bool inside = false;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (!(x[i] >= least)) continue;
-            const u64 each = mass ? units(x[i], s.scale, work.table) : 1;
+            const Measure each = mass ? units(x[i], s.scale, work.table) : 1;
             if (x[i] > high) mine.above += each;
-            else if (x[i] < low) mine.below += each;
-            else {
-                mine.inside += each;
-                const int key = key_of(x[i]);
-                mine.count += 1;
-                mine.smallest = min(mine.smallest, key);
-                mine.largest = max(mine.largest, key);
-                const u32 place = atomicAdd(&work.listed, 1);
-                if (place < LOCAL) work.list[list][place] = {key, s.chunk.first + at + i};
-            }
+            if (x[i] >= low) mine.through += each;
+            if (x[i] >= least) mine.total += each;
+            inside |= x[i] >= low && x[i] <= high;
+        }
+        if (!inside) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (!(x[i] >= low && x[i] <= high)) continue;
+            const int key = key_of(x[i]);
+            mine.count += 1;
+            mine.smallest = min(mine.smallest, key);
+            mine.largest = max(mine.largest, key);
+            const u32 place = atomicAdd(&work.listed, 1);
+            if (place < LOCAL) work.list[list][place] = {key, s.chunk.first + at + i};
         }
     });
-    return row_reduce(
-        work.exchange, s.turn, mine,
-        [](const Probe& a, const Probe& b) {
-            return Probe{a.above + b.above, a.inside + b.inside, a.below + b.below, a.count + b.count, min(a.smallest, b.smallest),
-                         max(a.largest, b.largest)};
-        },
-        parts);
+    return reduce_row(work.exchange, s.turn, mine, parts);
 }
 
 // ---- a guess from a histogram
 
 struct Range {
     int first, last;  // keys
-    u64 above;        // measure of what lies above
     bool by_key;      // bins are equal in keys; at first they are equal in value
 };
 
-struct Binned {
-    u32 count;
-    float measure;
-    __device__ __forceinline__ Binned operator+(const Binned& other) const { return {count + other.count, measure + other.measure}; }
-};
-
-// The bracket of bins around the one in which the measure seems to reach `target`. A mass is estimated from counts; `share`
-// above 0 makes the target that share of the range's mass and `rest`.
+// Narrows the range to the bins around the one in which the measure, from the top of the range, seems to reach `target`. A mass is
+// estimated from counts, in units of the peak's; with `share` above 0 the target is that share of the range's mass and `rest`.
 template <bool mass>
-__device__ __forceinline__ void locate(const Search& s, Range& range, float target, double share, float rest) {
+__device__ __forceinline__ void locate(const Search& s, Range& range, float target, float share, float rest) {
+    static_assert(BINS == 1 << 10, "shift");
     Workspace& work = s.work;
     const float low = first_value(range.first), high = last_value(range.last);
-    const float width = (high - low) / BINS, inverse = 1.0f / width;
+    const float width = (high - low) * (1.0f / BINS), inverse = 1.0f / width;
     const u32 span = static_cast<u32>(range.last) - static_cast<u32>(range.first);
     const int shift = max(0, 32 - __clz(span) - 10);
-    static_assert(BINS == 1 << 10, "shift");
     work.histogram[threadIdx.x] = work.histogram[threadIdx.x + THREADS] = 0;
-    if (threadIdx.x == 0) work.found[2] = 0;
+    if (threadIdx.x == 0) work.bin = 0, work.before = work.until = 0xFFFFFFFF, work.lowest = BINS - 1, work.highest = 0;
     __syncthreads();
     s.chunk.sweep([&](const float(&x)[4], int) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (!(x[i] >= low && x[i] <= high)) continue;
             const int bin = range.by_key ? (static_cast<u32>(key_of(x[i])) - static_cast<u32>(range.first)) >> shift
                                          : static_cast<int>((x[i] - low) * inverse);
-            atomicAdd(&work.histogram[max(0, min(BINS - 1, bin))], 1);
+            if (x[i] >= low && x[i] <= high) atomicAdd(&work.histogram[max(0, min(BINS - 1, bin))], 1);
         }
     });
     sync_row();
 
     // Two bins a thread, from the top
     const int upper = BINS - 1 - 2 * threadIdx.x;
-    u32 count[2] = {0, 0};
+    u64 parts[CLUSTER];
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
 #if CLUSTER == 1
-        const u64 both = *reinterpret_cast<const u64*>(&work.histogram[upper - 1]);
+        parts[r] = *reinterpret_cast<const u64*>(&work.histogram[upper - 1]);
 #else
-        const u64 both = load_remote(remote_address(&work.histogram[upper - 1], r));
+        parts[r] = load_remote(remote_address(&work.histogram[upper - 1], r));
 #endif
-        count[0] += static_cast<u32>(both >> 32);
-        count[1] += static_cast<u32>(both);
+    }
+    u32 count[2] = {0, 0};
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) {
+        count[0] += static_cast<u32>(parts[r] >> 32);
+        count[1] += static_cast<u32>(parts[r]);
     }
     Binned bin[2];
 #pragma unroll
@@ -176,104 +199,115 @@ __device__ __forceinline__ void locate(const Search& s, Range& range, float targ
         if (mass) {
             const float middle = range.by_key ? value_of(range.first + static_cast<int>(static_cast<u32>(upper - i) << shift))
                                               : low + (upper - i + 0.5f) * width;
-            each = exp2_approx((middle - s.scale.peak) * static_cast<float>(s.scale.factor / 16.0));
-            if (middle >= s.scale.peak) each = 1.0f;
+            each = middle < s.scale.peak ? exp2_approx((middle - s.scale.peak) * s.scale.slope) : 1.0f;
         }
         bin[i] = {count[i], count[i] ? count[i] * each : 0.0f};
     }
-    const Binned through = block_scan(work.exchange, s.turn, bin[0] + bin[1]);
-    if (share > 0.0) {
-        if (threadIdx.x == THREADS - 1) work.estimate = through.measure;
-        __syncthreads();
-        target = static_cast<float>(share) * (work.estimate + rest);
-    }
-    // The bin that reaches the target: its number, and the counts through it and before it
-    const Binned before1 = {through.count - count[1], through.measure - bin[1].measure};
-    const Binned before0 = {before1.count - count[0], before1.measure - bin[0].measure};
-    if (before1.measure < target && target <= through.measure) {
-        work.found[0] = before1.count, work.found[1] = through.count, work.found[2] = upper;
-    } else if (before0.measure < target && target <= before1.measure) {
-        work.found[0] = before0.count, work.found[1] = before1.count, work.found[2] = upper + 1;
-    }
-    if (threadIdx.x == 0) work.cut[0] = BINS - 1, work.cut[1] = 0;
+    const Running running = scan_block(work.exchange.scratch[s.turn & 1], {count[0] + count[1], bin[0].measure + bin[1].measure});
+    ++s.turn;
+    if (share > 0.0f) target = share * (running.total.measure + rest);
+
+    // The bin that reaches the target, and the counts before and through it
+    const Binned through = running.through;
+    const Binned middle = {through.count - count[1], through.measure - bin[1].measure};
+    const Binned before = {middle.count - count[0], middle.measure - bin[0].measure};
+    if (middle.measure < target && target <= through.measure) work.bin = upper - 1, work.before = middle.count, work.until = through.count;
+    else if (before.measure < target && target <= middle.measure) work.bin = upper, work.before = before.count, work.until = middle.count;
     __syncthreads();
-    const bool none = work.found[2] == 0;  // by rounding: then it is the lowest
-    const int bin_found = none ? 0 : static_cast<int>(work.found[2]) - 1;
-    const u32 count_before = none ? 0xFFFFFFFF : work.found[0], count_through = none ? 0xFFFFFFFF : work.found[1];
+    const int found = work.bin;
+    const u32 found_before = work.before, found_until = work.until;
     const int pad = mass && !range.by_key ? 1 : 0;
-    const u32 margin = range.by_key || none ? 0 : MARGIN;
+    const u32 margin = range.by_key || found_until == 0xFFFFFFFF ? 0 : MARGIN;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int at = upper - i;
-        const u32 until = i ? through.count : before1.count, until_before = i ? before1.count : before0.count;
-        if (at <= bin_found && (at >= bin_found - pad || until - count_through <= margin)) atomicMin(&work.cut[0], at);
-        if (at >= bin_found && (at <= bin_found + pad || count_before - until_before <= margin)) atomicMax(&work.cut[1], at);
+        const u32 until = i ? through.count : middle.count, until_before = i ? middle.count : before.count;
+        if (at <= found && (at >= found - pad || until - found_until <= margin)) atomicMin(&work.lowest, at);
+        if (at >= found && (at <= found + pad || found_before - until_before <= margin)) atomicMax(&work.highest, at);
     }
     __syncthreads();
-    const int lowest = work.cut[0], highest = work.cut[1];
-    int first = range.first, last = range.last;
+    const int lowest = work.lowest, highest = work.highest, first = range.first, last = range.last;
     if (range.by_key) {
-        first = range.first + static_cast<int>(static_cast<u32>(lowest) << shift);
-        if (highest < static_cast<int>(span >> shift)) last = range.first + static_cast<int>(static_cast<u32>(highest + 1) << shift) - 1;
+        range.first = first + static_cast<int>(static_cast<u32>(lowest) << shift);
+        if (highest < static_cast<int>(span >> shift)) range.last = first + static_cast<int>(static_cast<u32>(highest + 1) << shift) - 1;
     } else {
-        if (lowest > 0) first = key_of(low + lowest * width);
-        if (highest < BINS - 1) last = key_of(low + (highest + 1) * width) - 1;
+        if (lowest > 0) range.first = key_of(low + lowest * width);
+        if (highest < BINS - 1) range.last = key_of(low + (highest + 1) * width) - 1;
     }
-    first = max(range.first, min(range.last, first));
-    last = max(first, min(range.last, last));
-    range.first = first;
-    range.last = last;
+    range.first = max(first, min(last, range.first));
+    range.last = max(range.first, min(last, range.last));
 }
 
-// ---- the pivot search on the list
+// ---- the pivot search on the list, by the first SEARCHERS warps of every block alike
 
 template <bool mass>
-struct MeasureOf {
-    typedef u32 type;
-};
-template <>
-struct MeasureOf<true> {
-    typedef u64 type;
+struct Sums {
+    typedef typename MeasureOf<mass>::type Measure;
+    int smallest, largest;
+    Measure from[ARITY - 1];
+
+    __device__ __forceinline__ Sums over_lanes() const {
+        Sums sums = {min_lanes(smallest), max_lanes(largest), {}};
+#pragma unroll
+        for (int j = 0; j < ARITY - 1; ++j) sums.from[j] = sum_lanes(from[j]);
+        return sums;
+    }
+    static __device__ __forceinline__ Sums nothing() { return {HIGHEST_KEY, LOWEST_KEY, {}}; }
 };
 
+struct Count {
+    u32 value;
+    __device__ __forceinline__ Count over_lanes() const { return {sum_lanes(value)}; }
+    static __device__ __forceinline__ Count nothing() { return {0}; }
+};
+
+struct Mass {
+    u64 value;
+    __device__ __forceinline__ Mass over_lanes() const { return {sum_lanes(value)}; }
+    static __device__ __forceinline__ Mass nothing() { return {0}; }
+};
+
+template <typename T>
+__device__ __forceinline__ T reduce_searchers(const Search& s, u32& turn, const T& mine) {
+    return reduce_warps<SEARCHERS>(s.work.exchange.scratch[turn++ & 1], mine);
+}
+
 // Largest key between `low` and `high` from which on the entries reach `target` (`above` counts towards it): ARITY - 1 pivots a
-// round. `above` becomes the measure of larger keys.
+// round, until one value is left between them. `above` becomes the measure of larger keys.
 template <bool mass, typename Measure>
-__device__ __forceinline__ int find_pivot(const Search& s, const int (&keys)[PER_THREAD], const Measure (&each)[PER_THREAD], int low,
-                                          int high, u64& above, double target) {
-    struct Sums {
-        Measure from[ARITY - 1];
-    };
+__device__ __forceinline__ int find_pivot(const Search& s, u32& turn, const int (&keys)[PER_THREAD], const Measure (&each)[PER_THREAD],
+                                          int low, int high, u64& above, double target) {
     while (low < high) {
-        const u32 span = static_cast<u32>(high) - static_cast<u32>(low);
-        const u32 stride = (span - 1) / ARITY + 1;
+        const u32 stride = (static_cast<u32>(high) - static_cast<u32>(low)) / ARITY;
         int pivot[ARITY - 1];
-        Sums sums;
+        Sums<mass> sums = Sums<mass>::nothing();
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) {
+            if (keys[i] < low || keys[i] > high) continue;
+            sums.smallest = min(sums.smallest, keys[i]);
+            sums.largest = max(sums.largest, keys[i]);
+        }
 #pragma unroll
         for (int j = 0; j < ARITY - 1; ++j) {
-            const u64 offset = static_cast<u64>(stride) * (j + 1);
-            pivot[j] = offset > span ? high : static_cast<int>(static_cast<u32>(low) + static_cast<u32>(offset));
-            sums.from[j] = 0;
+            pivot[j] = static_cast<int>(static_cast<u32>(low) + stride * (j + 1) + 1);
 #pragma unroll
             for (int i = 0; i < PER_THREAD; ++i)
                 if (keys[i] >= pivot[j] && keys[i] <= high) sums.from[j] += each[i];
         }
-        sums = block_reduce(s.work.exchange, s.turn, sums, [](const Sums& a, const Sums& b) {
-            Sums sum;
-#pragma unroll
-            for (int j = 0; j < ARITY - 1; ++j) sum.from[j] = a.from[j] + b.from[j];
-            return sum;
-        });
-        int next_high = high;
+        sums = reduce_searchers(s, turn, sums);
+        if (sums.smallest >= sums.largest) return sums.largest;
+        int next_low = sums.smallest, next_high = sums.largest;
         u64 next_above = above;
 #pragma unroll
         for (int j = 0; j < ARITY - 1; ++j) {
-            if (static_cast<double>(above + sums.from[j]) >= target) low = pivot[j];
+            const u64 reached = above + sums.from[j];
+            if (static_cast<double>(reached) >= target) next_low = max(next_low, pivot[j]);
             else if (pivot[j] <= next_high) {  // the lowest that does not reach it
                 next_high = pivot[j] - 1;
-                next_above = above + sums.from[j];
+                next_above = reached;
             }
         }
+        low = next_low;
         high = next_high;
         above = next_above;
     }
@@ -282,7 +316,7 @@ __device__ __forceinline__ int find_pivot(const Search& s, const int (&keys)[PER
 
 // How many of the copies of a value are kept: copy j is while above + j each < target, and one in any case.
 __device__ __forceinline__ u32 copies_kept(u64 above, u64 each, u32 copies, double target) {
-    if (!each) return copies;  // beyond the target no copy is asked about
+    if (copies <= 1 || !each) return copies;  // of no mass: beyond the target no copy is asked about
     const double wanted = ceil((target - static_cast<double>(above)) / static_cast<double>(each));
     u32 kept = wanted >= copies ? copies : wanted > 1.0 ? static_cast<u32>(wanted) : 1;
     // The division is rounded; the rule is not.
@@ -291,67 +325,91 @@ __device__ __forceinline__ u32 copies_kept(u64 above, u64 each, u32 copies, doub
     return kept;
 }
 
-struct Found {
-    Boundary boundary;
-    u32 copies;  // of the boundary's key that are kept
-};
-
-// The boundary among a list's entries: at most LISTED of the row, those of each block with it.
-template <bool mass>
-__device__ __forceinline__ Found search_list(const Search& s, const Probe& all, const Slot* parts, u32 list, double target) {
-    typedef typename MeasureOf<mass>::type Measure;
-    int keys[PER_THREAD], ids[PER_THREAD];
-    Measure each[PER_THREAD];
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-        u32 at = threadIdx.x + i * THREADS, rank = 0;
-        keys[i] = NOTHING_ORDER;
-        ids[i] = NO_ID;
-        each[i] = 0;
-        if (at >= all.count) continue;
-        while (rank + 1 < CLUSTER) {
-            const u32 count = reinterpret_cast<const Probe*>(&parts[rank])->count;
-            if (at < count) break;
-            at -= count;
-            ++rank;
-        }
-#if CLUSTER == 1
-        const Entry entry = s.work.list[list][at];
-        keys[i] = entry.key;
-        ids[i] = entry.id;
-#else
-        const u64 entry = load_remote(remote_address(&s.work.list[list][at], rank));
-        keys[i] = static_cast<int>(entry);
-        ids[i] = static_cast<int>(entry >> 32);
-#endif
-        each[i] = mass ? units(value_of(keys[i]), s.scale, s.work.table) : 1;
-    }
-    u64 above = all.above;
-    const int key = find_pivot<mass>(s, keys, each, all.smallest, all.largest, above, target);
-
-    u32 copies = 0;
-    u32 is_copy[PER_THREAD];
+// The boundary among entries, given with their measures.
+template <bool mass, typename Measure>
+__device__ __forceinline__ Found search_entries(const Search& s, u32& turn, const int (&keys)[PER_THREAD], const int (&ids)[PER_THREAD],
+                                                const Measure (&each)[PER_THREAD], int low, int high, u64 above, double target) {
+    const int key = find_pivot<mass>(s, turn, keys, each, low, high, above, target);
+    u32 is_copy[PER_THREAD], mine = 0;
     int reverse[PER_THREAD];
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
         is_copy[i] = keys[i] == key;
-        copies += is_copy[i];
-        reverse[i] = is_copy[i] ? -1 - ids[i] : NOTHING_ORDER;
+        mine += is_copy[i];
+        reverse[i] = is_copy[i] ? -1 - ids[i] : LOWEST_KEY;
     }
-    copies = block_reduce(s.work.exchange, s.turn, copies, [](u32 a, u32 b) { return a + b; });
+    const u32 copies = reduce_searchers(s, turn, Count{mine}).value;
     const u32 kept = copies_kept(above, mass ? units(value_of(key), s.scale, s.work.table) : 1, copies, target);
     if (kept == copies || !DUPLICATES) return {{key, EVERY_ID}, copies};
     u64 none = 0;
-    return {{key, -1 - find_pivot<false>(s, reverse, is_copy, -MAX_IDS, -1, none, kept)}, kept};
+    return {{key, -1 - find_pivot<false>(s, turn, reverse, is_copy, -MAX_IDS, -1, none, kept)}, kept};
 }
 
-// The id of the n-th copy (from 1) of a value by id, over the row; `parts` has each block's number of copies.
+// The boundary of a top-k, and if p < 1 of the top-p of what it keeps, or of a top-p alone, among the list's entries: `all.count`
+// of the row, those of each block with it.
+template <bool mass>
+__device__ __forceinline__ Found search_list(const Search& s, const Probe<mass>& all, const Slot* parts, u32 list, double target, double p) {
+    if (threadIdx.x < 32 * SEARCHERS) {
+        int keys[PER_THREAD], ids[PER_THREAD];
+        typename MeasureOf<mass>::type each[PER_THREAD];
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) {
+            u32 at = threadIdx.x + i * 32 * SEARCHERS, rank = 0;
+            const bool there = at < all.count;
+            keys[i] = LOWEST_KEY;
+            ids[i] = NO_ID;
+            if (there) {
+                while (rank + 1 < CLUSTER && at >= count_of(parts[rank])) at -= count_of(parts[rank++]);
+#if CLUSTER == 1
+                const Entry entry = s.work.list[list][at];
+                keys[i] = entry.key;
+                ids[i] = entry.id;
+#else
+                const u64 entry = load_remote(remote_address(&s.work.list[list][at], rank));
+                keys[i] = static_cast<int>(entry);
+                ids[i] = static_cast<int>(entry >> 32);
+#endif
+            }
+            each[i] = !there ? 0 : mass ? units(value_of(keys[i]), s.scale, s.work.table) : 1;
+        }
+        u32 turn = 0;
+        Found found = search_entries<mass>(s, turn, keys, ids, each, all.smallest, all.largest, all.above, target);
+        if (!mass && p < 1.0) {
+            u64 kept[PER_THREAD], mine = 0;
+#pragma unroll
+            for (int i = 0; i < PER_THREAD; ++i) {
+                const bool keep = keys[i] > found.boundary.key || (keys[i] == found.boundary.key && ids[i] <= found.boundary.last_id);
+                if (!keep) keys[i] = LOWEST_KEY;
+                kept[i] = keep ? units(value_of(keys[i]), s.scale, s.work.table) : 0;
+                mine += kept[i];
+            }
+            const double total = static_cast<double>(reduce_searchers(s, turn, Mass{mine}).value);
+            const int lowest = found.boundary.key;
+            const Found nucleus = search_entries<true>(s, turn, keys, ids, kept, lowest, all.largest, 0, fmax(p * total, 0.5));
+            // All its copies are all that top-k has left.
+            if (nucleus.boundary.key != lowest || nucleus.boundary.last_id != EVERY_ID) found = nucleus;
+        }
+        if (threadIdx.x == 0) s.work.found = found;
+    }
+    __syncthreads();
+    return s.work.found;
+}
+
+// ---- copies over the whole row
+
+struct Latest {
+    int id;
+    __device__ __forceinline__ Latest over_lanes() const { return {max_lanes(id)}; }
+    static __device__ __forceinline__ Latest nothing() { return {NO_ID}; }
+};
+
+// The id of the n-th copy (from 1) of a value by id; `parts` has each block's number of copies.
 __device__ __forceinline__ int nth_copy(const Search& s, float value, u32 n, const Slot* parts) {
     int id = NO_ID;
     const u32 rank = row_rank();
-    for (u32 r = 0; r < rank; ++r) n -= reinterpret_cast<const Probe*>(&parts[r])->count;
-    if (n - 1 < reinterpret_cast<const Probe*>(&parts[rank])->count) {  // unsigned: neither before nor after this block
-        u32 turn = 0, passed = 0;                                       // the other blocks do not take these turns
+    for (u32 r = 0; r < rank; ++r) n -= count_of(parts[r]);
+    if (n - 1 < count_of(parts[rank])) {  // unsigned: neither before nor after this block
+        u32 turn = 0, passed = 0;         // the other blocks do not take these turns
         for (int base = 0; base < s.chunk.count; base += PIECE) {
             const int at = base + 4 * threadIdx.x;
             float x[4];
@@ -359,16 +417,17 @@ __device__ __forceinline__ int nth_copy(const Search& s, float value, u32 n, con
             u32 count = 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i) count += x[i] == value;
-            u32 before = passed + block_scan(s.work.exchange, turn, count) - count;
+            const Running running = scan_block(s.work.exchange.scratch[turn++ & 1], {count, 0.0f});
+            u32 before = passed + running.through.count - count;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (x[i] == value && ++before == n) id = s.chunk.first + at + i;
-            passed += block_reduce(s.work.exchange, turn, count, [](u32 a, u32 b) { return a + b; });
+            passed += running.total.count;
         }
     }
     __syncthreads();
     const Slot* ignored;
-    return row_reduce(s.work.exchange, s.turn, id, [](int a, int b) { return max(a, b); }, ignored);
+    return reduce_row(s.work.exchange, s.turn, Latest{id}, ignored).id;
 }
 
 // The first `kept` of the copies of a key.
@@ -381,68 +440,70 @@ __device__ __forceinline__ Found cut_copies(const Search& s, int key, u32 kept, 
 
 // Where sigma-truncation cuts: above it, a normal row of this mean and deviation has about SURVIVORS elements.
 __device__ __forceinline__ int truncation(const Search& s, u64 k) {
-    const double share = static_cast<double>(max(static_cast<u64>(SURVIVORS), 2 * k)) / s.stats.count;
-    if (!(share < 0.5) || 2 * k > LISTED / 2) return NOTHING_ORDER;
-    const float sigma = sqrtf(static_cast<float>(s.stats.squares / s.stats.count));
-    const float at = static_cast<float>(s.stats.mean) - sigma * normcdfinvf(static_cast<float>(share));
-    return at == at ? key_of(at) : NOTHING_ORDER;
+    const float inverse = 1.0f / s.stats.count, share = max(static_cast<u64>(SURVIVORS), 2 * k) * inverse;
+    if (!(share < 0.5f) || 2 * k > LISTED / 2) return LOWEST_KEY;
+    const float mean = s.stats.sum * inverse, sigma = sqrtf(s.stats.squares * inverse - mean * mean);
+    const float at = s.shift + mean - sigma * normcdfinvf(share);
+    return at == at ? key_of(at) : LOWEST_KEY;
 }
 
-// The shortest prefix of what `floor` keeps that reaches k elements, or the share p of its mass.
+// The shortest prefix of what `floor` keeps that reaches k elements, or (mass) the share p of its mass. Of a top-k that ends on the
+// list, the top-p too: `p` is 1 then.
 template <bool mass>
-__device__ __forceinline__ Found find_boundary(const Search& s, const Found& floor, u64 k, double p) {
+__device__ __forceinline__ Found find_boundary(const Search& s, const Found& floor, u64 k, double& p) {
     const int floor_key = floor.boundary.key;
-    const u64 floor_each = !floor.copies ? 0 : mass ? units(value_of(floor_key), s.scale, s.work.table) : 1;
-    const u64 floor_measure = floor.copies * floor_each;
-    const int peak = key_of(s.stats.peak);
-    Range range = {floor_key + 1, peak, 0, false};
+    const u64 floor_each = !mass || !floor.copies ? 0 : units(value_of(floor_key), s.scale, s.work.table);
+    const u64 floor_mass = floor.copies * floor_each;
+    Range range = {floor_key + 1, s.stats.peak, false};
     if (mass) range.first = max(range.first, key_of(s.scale.lowest));
-    if (range.first > range.last) range.first = range.last;  // nothing but copies of the floor: one probe says so
+    range.first = min(range.first, range.last);  // nothing but copies of the floor: one probe says so
 
     double target = static_cast<double>(k);
-    bool known = false, located = true;
+    u64 over = 0;  // measure above the range
+    bool known = false, located = mass || !TRUNCATE;
     Range bracket = range;
-    if (!mass && TRUNCATE) {
-        bracket.first = max(range.first, min(range.last, truncation(s, k)));
-        located = false;
-    } else {
-        const float rest = static_cast<float>(floor_measure) * 0x1p-40f;
-        locate<mass>(s, bracket, mass ? 0.0f : static_cast<float>(k), mass ? p : 0.0, rest);
-    }
+    if (located) locate<mass>(s, bracket, mass ? 0.0f : static_cast<float>(k), mass ? static_cast<float>(p) : 0.0f, floor_mass * 0x1p-40f);
+    else bracket.first = max(range.first, min(range.last, truncation(s, k)));
     for (u32 list = 0;; list ^= 1) {
         const Slot* parts;
-        const Probe found = probe<mass>(s, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list, parts);
+        const Probe<mass> found = probe<mass>(s, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list, parts);
         if (!known) {
-            const u64 over_floor = found.above + found.inside + found.below;
-            if (mass) target = fmax(p * static_cast<double>(over_floor + floor_measure), 0.5);
-            else if (over_floor <= k) return floor;
+            const u64 total = found.total;
+            if (mass) target = fmax(p * static_cast<double>(total + floor_mass), 0.5);
+            else if (total <= k) return floor;
             known = true;
-            if (static_cast<double>(over_floor) < target) {  // it lies among the copies that the floor keeps
-                const u32 kept = copies_kept(over_floor, floor_each, floor.copies, target);
+            if (static_cast<double>(total) < target) {  // it lies among the copies that the floor keeps
+                const u32 kept = copies_kept(total, floor_each, floor.copies, target);
                 if (kept == floor.copies) return floor;
-                probe<false>(s, floor_key, floor_key, floor_key, list ^ 1, parts);
+                probe<false>(s, floor_key, floor_key, floor_key - 1, list ^ 1, parts);
                 return cut_copies(s, floor_key, kept, floor.copies, parts);
             }
         }
         if (static_cast<double>(found.above) >= target) {
             range.first = bracket.last + 1;
-        } else if (static_cast<double>(found.above + found.inside) < target) {
+        } else if (static_cast<double>(found.through) < target) {
             range.last = bracket.first - 1;
-            range.above = found.above + found.inside;
+            over = found.through;
         } else if (found.smallest == found.largest) {
-            const u32 kept = copies_kept(found.above, found.inside / found.count, found.count, target);
+            const u32 kept = copies_kept(found.above, (found.through - found.above) / found.count, found.count, target);
             return cut_copies(s, found.smallest, kept, found.count, parts);
         } else {
             bool listed = TIERED && found.count <= LISTED;
 #pragma unroll
-            for (int r = 0; r < CLUSTER; ++r) listed = listed && reinterpret_cast<const Probe*>(&parts[r])->count <= LOCAL;
-            if (listed) return search_list<mass>(s, found, parts, list, target);
-            range = {found.smallest, found.largest, found.above, range.by_key};
+            for (int r = 0; r < CLUSTER; ++r) listed = listed && count_of(parts[r]) <= LOCAL;
+            if (listed) {
+                const bool whole = !mass && bracket.last == s.stats.peak;  // the list holds all that top-k keeps
+                const Found result = search_list<mass>(s, found, parts, list, target, whole ? p : 1.0);
+                if (whole) p = 1.0;
+                return result;
+            }
+            range = {found.smallest, found.largest, range.by_key};
+            over = found.above;
         }
         range.by_key = located;
         located = true;
         bracket = range;
-        const double left = target - static_cast<double>(range.above);
-        locate<mass>(s, bracket, static_cast<float>(mass ? left * 0x1p-40 : left), 0.0, 0.0f);
+        const double left = target - static_cast<double>(over);
+        locate<mass>(s, bracket, static_cast<float>(mass ? left * 0x1p-40 : left), 0.0f, 0.0f);
     }
 }

@@ -8,23 +8,24 @@ constexpr int MASS_BITS = 40;
 // exp((l - peak) / T) is made as 2^n 2^(j/16) 2^(f/16): a table for the middle part, a polynomial in |f| <= 1/2 for the last.
 struct Scale {
     float peak;
-    double factor;  // 16 / (T ln 2)
     float lowest;   // logits below have no unit of mass
+    float slope;    // 1 / (T ln 2)
+    double factor;  // 16 times that
 };
 
 __device__ __forceinline__ Scale make_scale(float peak, float temperature) {
+    const double factor = 16.0 * 1.4426950408889634074 / temperature;
     // exp(-29) is less than half a unit. At T = 0 the peak alone has mass.
-    return {peak, 16.0 * 1.4426950408889634074 / temperature, temperature > 0.0f ? peak - 29.0f * temperature : peak};
+    return {peak, temperature > 0.0f ? peak - 29.0f * temperature : peak, static_cast<float>(factor * 0.0625), factor};
 }
 
-__device__ __forceinline__ void fill_table(double (&table)[16]) {
-    if (threadIdx.x < 16) table[threadIdx.x] = exp2(threadIdx.x / 16.0);
-}
+__constant__ double SIXTEENTHS[16] = {  // 2^(j/16)
+    1.0, 1.0442737824274138, 1.0905077326652577, 1.1387886347566916, 1.189207115002721, 1.241857812073484, 1.2968395546510096,
+    1.3542555469368927, 1.4142135623730951, 1.4768261459394993, 1.5422108254079407, 1.6104903319492543, 1.681792830507429,
+    1.7562521603732995, 1.8340080864093424, 1.9152065613971474};
 
-// Units of a logit at most the peak; NaN-free.
+// Units of a logit at most the peak; NaN-free. No branches: several of them overlap.
 __device__ __forceinline__ u64 units(float x, const Scale& scale, const double (&table)[16]) {
-    if (x == scale.peak) return 1ull << MASS_BITS;
-    if (x < scale.lowest) return 0;
     constexpr double ROUNDER = 6755399441055744.0;  // 1.5 2^52: its sum with a number has that number's whole part in its last bits
     const double y = (static_cast<double>(x) - static_cast<double>(scale.peak)) * scale.factor;
     const double rounded = y + ROUNDER;
@@ -40,5 +41,6 @@ __device__ __forceinline__ u64 units(float x, const Scale& scale, const double (
     power = fma(power, f, 1.0);
     const double base = table[n & 15];
     const double scaled = __hiloint2double(__double2hiint(base) + (((n >> 4) + MASS_BITS) << 20), __double2loint(base));
-    return __double_as_longlong(fma(power, scaled, ROUNDER)) - __double_as_longlong(ROUNDER);
+    const u64 made = __double_as_longlong(fma(power, scaled, ROUNDER)) - __double_as_longlong(ROUNDER);
+    return x == scale.peak ? 1ull << MASS_BITS : x < scale.lowest ? 0 : made;
 }
