@@ -53,7 +53,7 @@ class HopperConfig:
 class SearchConfig(NamedTuple):
     """Parts of Qrita's search that can be switched off, to see what each is worth (``nologits bench qrita --ablate``)."""
 
-    ARITY: int = 4
+    ARITY: int = 0
     TRUNCATE: int = 1
     DUPLICATES: int = 1
     TIERED: int = 1

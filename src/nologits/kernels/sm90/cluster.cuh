@@ -31,11 +31,27 @@ __device__ __forceinline__ void store_remote(u32 address, u64 word) {
     asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(word) : "memory");
 }
 
-// Of what lay there at the last barrier of the cluster.
-__device__ __forceinline__ u64 load_remote(u32 address) {
+// What another block had there at the last barrier of the cluster.
+__device__ __forceinline__ u64 load_remote(const u64* pointer, u32 rank) {
+#if CLUSTER == 1
+    return *pointer;
+#else
     u64 word;
-    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(word) : "r"(address));
+    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(word) : "r"(remote_address(pointer, rank)));
     return word;
+#endif
+}
+
+__device__ __forceinline__ uint4 load_remote(const u32* pointer, u32 rank) {
+#if CLUSTER == 1
+    return *reinterpret_cast<const uint4*>(pointer);
+#else
+    uint4 words;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(remote_address(pointer, rank)));
+    return words;
+#endif
 }
 
 // Every thread of the cluster is here, and sees what all of them have written before.
@@ -76,17 +92,6 @@ __device__ __forceinline__ int min_lanes(int x) { return __reduce_min_sync(ALL, 
 __device__ __forceinline__ int max_lanes(int x) { return __reduce_max_sync(ALL, x); }
 
 // ---- over more
-
-// Over the first `warps` warps of a block, which all are here.
-template <int warps, typename T>
-__device__ __forceinline__ T reduce_warps(Slot (&scratch)[WARPS], const T& mine) {
-    const T of_warp = mine.over_lanes();
-    const int lane = threadIdx.x & 31;
-    if (lane == 0) *reinterpret_cast<T*>(&scratch[threadIdx.x >> 5]) = of_warp;
-    named_barrier<32 * warps>(1);
-    const T other = lane < warps ? *reinterpret_cast<const T*>(&scratch[lane]) : T::nothing();
-    return other.over_lanes();
-}
 
 // Over a row; known to all threads. `parts` becomes what each block has.
 template <typename T>

@@ -5,7 +5,7 @@
 //
 //     guess a bracket of logits that holds the boundary      sigma-truncation, or a histogram of the range
 //     probe it: measure above and inside, inside on a list   one sweep over the row, exact
-//     boundary inside, and the list is short                 pivot search on the list
+//     boundary inside, and the list is short                 rank the list (list.cuh)
 //     otherwise                                              smaller range, new guess
 //
 // A guess costs time if it is wrong, never exactness: ranges shrink until a bracket is one value, whose copies go by id.
@@ -15,20 +15,17 @@
 
 // Switches of the ablation, as shipped
 #ifndef ARITY
-#define ARITY 4       // of the pivot search on the list: 2, 3 or 4
+#define ARITY 0       // 2, 3 or 4: the list is searched with so many parts a round, as in the paper; 0: it is ranked
 #define TRUNCATE 1    // first guess of a top-k from the row's mean and deviation; 0: from a histogram of its whole range
 #define DUPLICATES 1  // 0: copies of the boundary value are all kept (wrong unless values differ)
 #define TIERED 1      // 0: no list, every level of the search sweeps the whole row
 #endif
 
-constexpr int BINS = 2 * THREADS;
-constexpr int SEARCHERS = 8;                          // warps of a block that search the list
-constexpr int PER_THREAD = 4;                         // entries of theirs
-constexpr int LISTED = PER_THREAD * 32 * SEARCHERS;   // entries of a row
-constexpr int LOCAL = CLUSTER == 1 ? LISTED : 512;    // of a block
-constexpr int SURVIVORS = 256;                        // that sigma-truncation aims at, or twice k
-constexpr u32 MARGIN = 64;                            // a first bracket takes so many more elements on both sides
-constexpr int EVERY_ID = 0x7FFFFFFF, NO_ID = -1, MAX_IDS = 1 << 22;
+constexpr int BINS = 4 * THREADS;
+constexpr int LISTED = THREADS;       // entries of a row's list
+constexpr int SURVIVORS = 128;        // that sigma-truncation aims at, or twice k
+constexpr float MARGIN = 32.0f;       // elements on both sides of where a histogram says the boundary is
+constexpr int NO_ID = -1, EVERY_ID = 0x7FFFFFFF, MAX_IDS = 1 << 22;
 constexpr int HIGHEST_KEY = 0x7FFFFFFF, LOWEST_KEY = static_cast<int>(0x80000000);  // no logit has them
 
 // Keeps keys above `key`, and of those equal the ones with an id up to `last_id`.
@@ -41,9 +38,12 @@ struct Found {
     u32 copies;  // of the boundary's key that are kept
 };
 
-struct Entry {
-    int key, id;
-};
+// An element of the list; a larger one comes first: larger key, then smaller id.
+typedef u64 Entry;
+
+__device__ __forceinline__ Entry make_entry(int key, int id) { return static_cast<u64>(static_cast<u32>(key) ^ 0x80000000u) << 32 | ~static_cast<u32>(id); }
+__device__ __forceinline__ int key_of_entry(Entry entry) { return static_cast<int>(static_cast<u32>(entry >> 32) ^ 0x80000000u); }
+__device__ __forceinline__ int id_of_entry(Entry entry) { return static_cast<int>(~static_cast<u32>(entry)); }
 
 struct Statistics {
     float sum, squares;  // of logits above -inf, less the row's `shift`
@@ -71,10 +71,12 @@ struct Probe {
     typedef typename MeasureOf<mass>::type Measure;
     u32 count;              // inside the bracket
     int smallest, largest;  // keys inside
-    Measure above, through, total;  // above it; that and inside; that and below, down to the floor
+    Measure inside, below, total;  // in it; lower, down to the floor; higher too
 
+    __device__ __forceinline__ Measure above() const { return total - below - inside; }
+    __device__ __forceinline__ Measure through() const { return total - below; }
     __device__ __forceinline__ Probe over_lanes() const {
-        return {sum_lanes(count), min_lanes(smallest), max_lanes(largest), sum_lanes(above), sum_lanes(through), sum_lanes(total)};
+        return {sum_lanes(count), min_lanes(smallest), max_lanes(largest), sum_lanes(inside), sum_lanes(below), sum_lanes(total)};
     }
     static __device__ __forceinline__ Probe nothing() { return {0, HIGHEST_KEY, LOWEST_KEY, 0, 0, 0}; }
 };
@@ -86,12 +88,13 @@ struct Workspace {
     double table[16];
     u64 barriers[MAX_PIECES];
     u32 histogram[BINS];
-    Entry list[2][LOCAL];  // two, so that nobody overwrites what others still read
+    Entry list[2][LISTED];  // of this block; two, so that nobody overwrites what others still read
+    Entry gathered[LISTED], ranked[LISTED];
     u32 listed;
-    u32 before, until;  // counts around the bin that is looked for
+    u32 before, until;          // counts around the bin that is looked for
+    float to_upper, to_lower;   // elements between the boundary and the edges of that bin
     int bin, lowest, highest;
     int cut;
-    Found found;
 };
 
 struct Search {
@@ -122,12 +125,12 @@ __device__ __forceinline__ Probe<mass> probe(const Search& s, int first, int las
     Probe<mass> mine = Probe<mass>::nothing();
     s.chunk.sweep([&](const float(&x)[4], int at) {
         bool inside = false;
+        Measure each[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const Measure each = mass ? units(x[i], s.scale, work.table) : 1;
-            if (x[i] > high) mine.above += each;
-            if (x[i] >= low) mine.through += each;
-            if (x[i] >= least) mine.total += each;
+            each[i] = mass ? units(x[i], s.scale, work.table) : 1;
+            if (x[i] >= least) mine.total += each[i];
+            if (x[i] >= least && x[i] < low) mine.below += each[i];
             inside |= x[i] >= low && x[i] <= high;
         }
         if (!inside) return;
@@ -136,10 +139,11 @@ __device__ __forceinline__ Probe<mass> probe(const Search& s, int first, int las
             if (!(x[i] >= low && x[i] <= high)) continue;
             const int key = key_of(x[i]);
             mine.count += 1;
+            mine.inside += each[i];
             mine.smallest = min(mine.smallest, key);
             mine.largest = max(mine.largest, key);
             const u32 place = atomicAdd(&work.listed, 1);
-            if (place < LOCAL) work.list[list][place] = {key, s.chunk.first + at + i};
+            if (place < LISTED) work.list[list][place] = make_entry(key, s.chunk.first + at + i);
         }
     });
     return reduce_row(work.exchange, s.turn, mine, parts);
@@ -156,14 +160,14 @@ struct Range {
 // estimated from counts, in units of the peak's; with `share` above 0 the target is that share of the range's mass and `rest`.
 template <bool mass>
 __device__ __forceinline__ void locate(const Search& s, Range& range, float target, float share, float rest) {
-    static_assert(BINS == 1 << 10, "shift");
+    static_assert(BINS == 1 << 11, "shift");
     Workspace& work = s.work;
     const float low = first_value(range.first), high = last_value(range.last);
     const float width = (high - low) * (1.0f / BINS), inverse = 1.0f / width;
     const u32 span = static_cast<u32>(range.last) - static_cast<u32>(range.first);
-    const int shift = max(0, 32 - __clz(span) - 10);
-    work.histogram[threadIdx.x] = work.histogram[threadIdx.x + THREADS] = 0;
-    if (threadIdx.x == 0) work.bin = 0, work.before = work.until = 0xFFFFFFFF, work.lowest = BINS - 1, work.highest = 0;
+    const int shift = max(0, 32 - __clz(span) - 11);
+    *reinterpret_cast<uint4*>(&work.histogram[4 * threadIdx.x]) = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) work.bin = 0, work.before = work.until = 0xFFFFFFFF, work.to_upper = work.to_lower = MARGIN, work.lowest = BINS - 1, work.highest = 0;
     __syncthreads();
     s.chunk.sweep([&](const float(&x)[4], int) {
 #pragma unroll
@@ -175,55 +179,62 @@ __device__ __forceinline__ void locate(const Search& s, Range& range, float targ
     });
     sync_row();
 
-    // Two bins a thread, from the top
-    const int upper = BINS - 1 - 2 * threadIdx.x;
-    u64 parts[CLUSTER];
+    // Four bins a thread, from the top
+    const int upper = BINS - 1 - 4 * threadIdx.x;
+    u32 count[4] = {0, 0, 0, 0};
+    uint4 parts[CLUSTER];
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) parts[r] = load_remote(&work.histogram[upper - 3], r);
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
-#if CLUSTER == 1
-        parts[r] = *reinterpret_cast<const u64*>(&work.histogram[upper - 1]);
-#else
-        parts[r] = load_remote(remote_address(&work.histogram[upper - 1], r));
-#endif
+        count[0] += parts[r].w;
+        count[1] += parts[r].z;
+        count[2] += parts[r].y;
+        count[3] += parts[r].x;
     }
-    u32 count[2] = {0, 0};
+    float each[4];
+    Binned all = {0, 0.0f};
 #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) {
-        count[0] += static_cast<u32>(parts[r] >> 32);
-        count[1] += static_cast<u32>(parts[r]);
-    }
-    Binned bin[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float each = 1.0f;
+    for (int i = 0; i < 4; ++i) {
+        each[i] = 1.0f;
         if (mass) {
             const float middle = range.by_key ? value_of(range.first + static_cast<int>(static_cast<u32>(upper - i) << shift))
                                               : low + (upper - i + 0.5f) * width;
-            each = middle < s.scale.peak ? exp2_approx((middle - s.scale.peak) * s.scale.slope) : 1.0f;
+            each[i] = middle < s.scale.peak ? exp2_approx((middle - s.scale.peak) * s.scale.slope) : 1.0f;
         }
-        bin[i] = {count[i], count[i] ? count[i] * each : 0.0f};
+        all.count += count[i];
+        if (count[i]) all.measure += count[i] * each[i];
     }
-    const Running running = scan_block(work.exchange.scratch[s.turn & 1], {count[0] + count[1], bin[0].measure + bin[1].measure});
-    ++s.turn;
+    const Running running = scan_block(work.exchange.scratch[s.turn++ & 1], all);
     if (share > 0.0f) target = share * (running.total.measure + rest);
 
-    // The bin that reaches the target, and the counts before and through it
-    const Binned through = running.through;
-    const Binned middle = {through.count - count[1], through.measure - bin[1].measure};
-    const Binned before = {middle.count - count[0], middle.measure - bin[0].measure};
-    if (middle.measure < target && target <= through.measure) work.bin = upper - 1, work.before = middle.count, work.until = through.count;
-    else if (before.measure < target && target <= middle.measure) work.bin = upper, work.before = before.count, work.until = middle.count;
+    // The bin that reaches the target, and how far the boundary seems to lie from its edges
+    Binned before = {running.through.count - all.count, running.through.measure - all.measure};
+    const u32 first_count = before.count;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const Binned through = {before.count + count[i], before.measure + (count[i] ? count[i] * each[i] : 0.0f)};
+        if (before.measure < target && target <= through.measure) {
+            work.bin = upper - i;
+            work.before = before.count;
+            work.until = through.count;
+            work.to_upper = (target - before.measure) / each[i];
+            work.to_lower = (through.measure - target) / each[i];
+        }
+        before = through;
+    }
     __syncthreads();
     const int found = work.bin;
     const u32 found_before = work.before, found_until = work.until;
-    const int pad = mass && !range.by_key ? 1 : 0;
-    const u32 margin = range.by_key || found_until == 0xFFFFFFFF ? 0 : MARGIN;
+    const float margin = range.by_key || !mass ? 0.0f : MARGIN, to_upper = work.to_upper, to_lower = work.to_lower;
+    u32 until = first_count;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 4; ++i) {
         const int at = upper - i;
-        const u32 until = i ? through.count : middle.count, until_before = i ? middle.count : before.count;
-        if (at <= found && (at >= found - pad || until - found_until <= margin)) atomicMin(&work.lowest, at);
-        if (at >= found && (at <= found + pad || found_before - until_before <= margin)) atomicMax(&work.highest, at);
+        const u32 until_before = until;
+        until += count[i];
+        if (at == found || (at < found && until_before - found_until + to_lower < margin)) atomicMin(&work.lowest, at);
+        if (at == found || (at > found && found_before - until + to_upper < margin)) atomicMax(&work.highest, at);
     }
     __syncthreads();
     const int lowest = work.lowest, highest = work.highest, first = range.first, last = range.last;
@@ -238,81 +249,7 @@ __device__ __forceinline__ void locate(const Search& s, Range& range, float targ
     range.last = max(range.first, min(last, range.last));
 }
 
-// ---- the pivot search on the list, by the first SEARCHERS warps of every block alike
-
-template <bool mass>
-struct Sums {
-    typedef typename MeasureOf<mass>::type Measure;
-    int smallest, largest;
-    Measure from[ARITY - 1];
-
-    __device__ __forceinline__ Sums over_lanes() const {
-        Sums sums = {min_lanes(smallest), max_lanes(largest), {}};
-#pragma unroll
-        for (int j = 0; j < ARITY - 1; ++j) sums.from[j] = sum_lanes(from[j]);
-        return sums;
-    }
-    static __device__ __forceinline__ Sums nothing() { return {HIGHEST_KEY, LOWEST_KEY, {}}; }
-};
-
-struct Count {
-    u32 value;
-    __device__ __forceinline__ Count over_lanes() const { return {sum_lanes(value)}; }
-    static __device__ __forceinline__ Count nothing() { return {0}; }
-};
-
-struct Mass {
-    u64 value;
-    __device__ __forceinline__ Mass over_lanes() const { return {sum_lanes(value)}; }
-    static __device__ __forceinline__ Mass nothing() { return {0}; }
-};
-
-template <typename T>
-__device__ __forceinline__ T reduce_searchers(const Search& s, u32& turn, const T& mine) {
-    return reduce_warps<SEARCHERS>(s.work.exchange.scratch[turn++ & 1], mine);
-}
-
-// Largest key between `low` and `high` from which on the entries reach `target` (`above` counts towards it): ARITY - 1 pivots a
-// round, until one value is left between them. `above` becomes the measure of larger keys.
-template <bool mass, typename Measure>
-__device__ __forceinline__ int find_pivot(const Search& s, u32& turn, const int (&keys)[PER_THREAD], const Measure (&each)[PER_THREAD],
-                                          int low, int high, u64& above, double target) {
-    while (low < high) {
-        const u32 stride = (static_cast<u32>(high) - static_cast<u32>(low)) / ARITY;
-        int pivot[ARITY - 1];
-        Sums<mass> sums = Sums<mass>::nothing();
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) {
-            if (keys[i] < low || keys[i] > high) continue;
-            sums.smallest = min(sums.smallest, keys[i]);
-            sums.largest = max(sums.largest, keys[i]);
-        }
-#pragma unroll
-        for (int j = 0; j < ARITY - 1; ++j) {
-            pivot[j] = static_cast<int>(static_cast<u32>(low) + stride * (j + 1) + 1);
-#pragma unroll
-            for (int i = 0; i < PER_THREAD; ++i)
-                if (keys[i] >= pivot[j] && keys[i] <= high) sums.from[j] += each[i];
-        }
-        sums = reduce_searchers(s, turn, sums);
-        if (sums.smallest >= sums.largest) return sums.largest;
-        int next_low = sums.smallest, next_high = sums.largest;
-        u64 next_above = above;
-#pragma unroll
-        for (int j = 0; j < ARITY - 1; ++j) {
-            const u64 reached = above + sums.from[j];
-            if (static_cast<double>(reached) >= target) next_low = max(next_low, pivot[j]);
-            else if (pivot[j] <= next_high) {  // the lowest that does not reach it
-                next_high = pivot[j] - 1;
-                next_above = reached;
-            }
-        }
-        low = next_low;
-        high = next_high;
-        above = next_above;
-    }
-    return low;
-}
+// ---- copies over the whole row
 
 // How many of the copies of a value are kept: copy j is while above + j each < target, and one in any case.
 __device__ __forceinline__ u32 copies_kept(u64 above, u64 each, u32 copies, double target) {
@@ -324,78 +261,6 @@ __device__ __forceinline__ u32 copies_kept(u64 above, u64 each, u32 copies, doub
     while (kept < copies && static_cast<double>(above + kept * each) < target) ++kept;
     return kept;
 }
-
-// The boundary among entries, given with their measures.
-template <bool mass, typename Measure>
-__device__ __forceinline__ Found search_entries(const Search& s, u32& turn, const int (&keys)[PER_THREAD], const int (&ids)[PER_THREAD],
-                                                const Measure (&each)[PER_THREAD], int low, int high, u64 above, double target) {
-    const int key = find_pivot<mass>(s, turn, keys, each, low, high, above, target);
-    u32 is_copy[PER_THREAD], mine = 0;
-    int reverse[PER_THREAD];
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-        is_copy[i] = keys[i] == key;
-        mine += is_copy[i];
-        reverse[i] = is_copy[i] ? -1 - ids[i] : LOWEST_KEY;
-    }
-    const u32 copies = reduce_searchers(s, turn, Count{mine}).value;
-    const u32 kept = copies_kept(above, mass ? units(value_of(key), s.scale, s.work.table) : 1, copies, target);
-    if (kept == copies || !DUPLICATES) return {{key, EVERY_ID}, copies};
-    u64 none = 0;
-    return {{key, -1 - find_pivot<false>(s, turn, reverse, is_copy, -MAX_IDS, -1, none, kept)}, kept};
-}
-
-// The boundary of a top-k, and if p < 1 of the top-p of what it keeps, or of a top-p alone, among the list's entries: `all.count`
-// of the row, those of each block with it.
-template <bool mass>
-__device__ __forceinline__ Found search_list(const Search& s, const Probe<mass>& all, const Slot* parts, u32 list, double target, double p) {
-    if (threadIdx.x < 32 * SEARCHERS) {
-        int keys[PER_THREAD], ids[PER_THREAD];
-        typename MeasureOf<mass>::type each[PER_THREAD];
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) {
-            u32 at = threadIdx.x + i * 32 * SEARCHERS, rank = 0;
-            const bool there = at < all.count;
-            keys[i] = LOWEST_KEY;
-            ids[i] = NO_ID;
-            if (there) {
-                while (rank + 1 < CLUSTER && at >= count_of(parts[rank])) at -= count_of(parts[rank++]);
-#if CLUSTER == 1
-                const Entry entry = s.work.list[list][at];
-                keys[i] = entry.key;
-                ids[i] = entry.id;
-#else
-                const u64 entry = load_remote(remote_address(&s.work.list[list][at], rank));
-                keys[i] = static_cast<int>(entry);
-                ids[i] = static_cast<int>(entry >> 32);
-#endif
-            }
-            each[i] = !there ? 0 : mass ? units(value_of(keys[i]), s.scale, s.work.table) : 1;
-        }
-        u32 turn = 0;
-        Found found = search_entries<mass>(s, turn, keys, ids, each, all.smallest, all.largest, all.above, target);
-        if (!mass && p < 1.0) {
-            u64 kept[PER_THREAD], mine = 0;
-#pragma unroll
-            for (int i = 0; i < PER_THREAD; ++i) {
-                const bool keep = keys[i] > found.boundary.key || (keys[i] == found.boundary.key && ids[i] <= found.boundary.last_id);
-                if (!keep) keys[i] = LOWEST_KEY;
-                kept[i] = keep ? units(value_of(keys[i]), s.scale, s.work.table) : 0;
-                mine += kept[i];
-            }
-            const double total = static_cast<double>(reduce_searchers(s, turn, Mass{mine}).value);
-            const int lowest = found.boundary.key;
-            const Found nucleus = search_entries<true>(s, turn, keys, ids, kept, lowest, all.largest, 0, fmax(p * total, 0.5));
-            // All its copies are all that top-k has left.
-            if (nucleus.boundary.key != lowest || nucleus.boundary.last_id != EVERY_ID) found = nucleus;
-        }
-        if (threadIdx.x == 0) s.work.found = found;
-    }
-    __syncthreads();
-    return s.work.found;
-}
-
-// ---- copies over the whole row
 
 struct Latest {
     int id;
@@ -435,6 +300,8 @@ __device__ __forceinline__ Found cut_copies(const Search& s, int key, u32 kept, 
     if (kept == copies || !DUPLICATES) return {{key, EVERY_ID}, copies};
     return {{key, nth_copy(s, value_of(key), kept, parts)}, kept};
 }
+
+#include "list.cuh"
 
 // ---- the search
 
@@ -479,26 +346,23 @@ __device__ __forceinline__ Found find_boundary(const Search& s, const Found& flo
                 return cut_copies(s, floor_key, kept, floor.copies, parts);
             }
         }
-        if (static_cast<double>(found.above) >= target) {
+        if (static_cast<double>(found.above()) >= target) {
             range.first = bracket.last + 1;
-        } else if (static_cast<double>(found.through) < target) {
+        } else if (static_cast<double>(found.through()) < target) {
             range.last = bracket.first - 1;
-            over = found.through;
+            over = found.through();
         } else if (found.smallest == found.largest) {
-            const u32 kept = copies_kept(found.above, (found.through - found.above) / found.count, found.count, target);
+            const u32 kept = copies_kept(found.above(), found.inside / found.count, found.count, target);
             return cut_copies(s, found.smallest, kept, found.count, parts);
         } else {
-            bool listed = TIERED && found.count <= LISTED;
-#pragma unroll
-            for (int r = 0; r < CLUSTER; ++r) listed = listed && count_of(parts[r]) <= LOCAL;
-            if (listed) {
+            if (TIERED && found.count <= LISTED) {
                 const bool whole = !mass && bracket.last == s.stats.peak;  // the list holds all that top-k keeps
                 const Found result = search_list<mass>(s, found, parts, list, target, whole ? p : 1.0);
                 if (whole) p = 1.0;
                 return result;
             }
             range = {found.smallest, found.largest, range.by_key};
-            over = found.above;
+            over = found.above();
         }
         range.by_key = located;
         located = true;
