@@ -80,7 +80,7 @@ struct Chunk {
     template <typename Step>
     __device__ __forceinline__ void sweep(Step step) const {
         const int end = steps() * PIECE;
-#pragma unroll 2
+#pragma unroll 1
         for (int at = 4 * threadIdx.x; at < end; at += PIECE) {
             float x[4];
             load(at, x);
@@ -94,10 +94,10 @@ struct Chunk {
         constexpr int ALIGNED = 16 / sizeof(Element);
         bulk = (reinterpret_cast<u64>(global) & 15) == 0;
         const int copied = bulk ? count / ALIGNED * ALIGNED : 0;
-        if (bulk && threadIdx.x == 0) {
-            for (int s = 0; s < steps(); ++s) barrier_init(shared_address(barriers + s), 1);
+        if (bulk && threadIdx.x < 32) {
+            for (int s = threadIdx.x; s < steps(); s += 32) barrier_init(shared_address(barriers + s), 1);
             barrier_init_fence();
-            for (int s = 0; s < steps(); ++s) {
+            for (int s = threadIdx.x; s < steps(); s += 32) {
                 const int at = s * PIECE, bytes = max(0, min(copied - at, PIECE)) * static_cast<int>(sizeof(Element));
                 barrier_expect_bytes(shared_address(barriers + s), bytes);
                 if (bytes) copy_bytes(shared_address(shared + at), global + at, shared_address(barriers + s), bytes);

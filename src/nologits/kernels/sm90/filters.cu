@@ -195,7 +195,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Chunk chunk = {logits + first, reinterpret_cast<Element*>(memory), work.barriers, first, max(0, min(p.chunk, p.V - first)), false};
     chunk.fetch();
     if (threadIdx.x == 0 && row < p.rows - p.ahead) prefetch_chunk(chunk.global + p.ahead * p.stride_logits, chunk.count);
-    if (threadIdx.x < 16) work.table[threadIdx.x] = SIXTEENTHS[threadIdx.x];
     const Request request = make_request(p, row);
     const float any = as_float(logits[0]), shift = fabsf(any) < infinity() ? any : 0.0f;
     __syncthreads();
@@ -210,6 +209,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Found found = {{key_of(-infinity()), NO_ID}, 0};
     const Scale scale = make_scale(value_of(stats.peak), request.temperature);
     const Search search = {work, chunk, stats, scale, turn, shift};
+    fill_table(work.table, scale);
+    __syncthreads();
     if (valid) {
         if (request.min_p > 0.0) {
             if (threadIdx.x < 32) {
@@ -220,8 +221,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             found.boundary.key = work.cut - 1;
         }
         double p_left = request.top_p;
-        if (request.top_k > 0 && request.top_k < stats.count) found = find_boundary<false>(search, found, request.top_k, p_left);
-        if (p_left < 1.0) found = find_boundary<true>(search, found, 0, p_left);
+#pragma unroll 1  // one copy of the code: it has to come from memory too
+        for (int mass = 0; mass < 2; ++mass) {
+            const bool on = mass ? p_left < 1.0 : request.top_k > 0 && request.top_k < stats.count;
+            if (on) found = find_boundary(search, mass, found, request.top_k, p_left);
+        }
     }
 
     // Results

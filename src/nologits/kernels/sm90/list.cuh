@@ -18,39 +18,43 @@ __device__ __forceinline__ u64 scan_masses(Slot (&scratch)[WARPS], u64 mine, u64
     return sum_lanes(lane < warp ? other : 0ull) + mine;
 }
 
-// All entries of the row's list, at most one a thread; `parts` has each block's number of them.
-__device__ __forceinline__ void gather_list(const Search& s, u32 count, const Slot* parts, u32 list) {
-    Entry entry = 0;  // after every other
-    if (threadIdx.x < count) {
-        u32 at = threadIdx.x, rank = 0;
+// All entries of the row's list, at most one a thread, in order; `parts` has each block's number of them. A bitonic sort: partners
+// in a warp exchange by shuffles, others through shared memory.
+__device__ __forceinline__ void sort_list(const Search& s, u32 count, const Slot* parts, u32 list) {
+    const u32 thread = threadIdx.x;
+    Entry mine = 0;  // after every other
+    if (thread < count) {
+        u32 at = thread, rank = 0;
         while (rank + 1 < CLUSTER && at >= count_of(parts[rank])) at -= count_of(parts[rank++]);
-        entry = load_remote(&s.work.list[list][at], rank);
+        mine = load_remote(&s.work.list[list][at], rank);
     }
-    s.work.gathered[threadIdx.x] = entry;
+    Entry* const sorted = s.work.sorted;
+#pragma unroll 1
+    for (u32 size = 2; size < 2 * count; size *= 2) {
+#pragma unroll 1
+        for (u32 stride = size / 2; stride; stride /= 2) {
+            Entry other;
+            if (stride >= 32) {
+                __syncthreads();
+                sorted[thread] = mine;
+                __syncthreads();
+                other = sorted[thread ^ stride];
+            } else {
+                other = __shfl_xor_sync(ALL, mine, stride);
+            }
+            const bool larger = ((thread & size) == 0) == ((thread & stride) == 0);  // this thread keeps the larger one
+            mine = (other > mine) == larger ? other : mine;
+        }
+    }
+    __syncthreads();
+    sorted[thread] = mine;
     __syncthreads();
 }
 
-// Puts the entries in order, by counting for each how many come before it; several threads count for one entry.
-__device__ __forceinline__ void rank_list(const Search& s, u32 count) {
-    const int helpers = count > THREADS / 2 ? 1 : min(32, THREADS >> (32 - __clz(count - 1)));
-    const u32 entry = threadIdx.x / helpers, part = threadIdx.x % helpers;
-    const Entry mine = s.work.gathered[entry];
-    const ulonglong2* const pairs = reinterpret_cast<const ulonglong2*>(s.work.gathered);
-    u32 rank = 0;
-#pragma unroll 4
-    for (u32 at = part; at < (count + 1) / 2; at += helpers) {
-        const ulonglong2 pair = pairs[at];
-        rank += pair.x > mine;
-        rank += pair.y > mine;
-    }
-    for (int lanes = helpers / 2; lanes; lanes >>= 1) rank += __shfl_xor_sync(ALL, rank, lanes);
-    if (part == 0 && entry < count) s.work.ranked[rank] = mine;
-    __syncthreads();
-}
-
-// Of ranked entries, as many are kept as are needed while those before them (and `above`) have not reached the target.
+// Of sorted entries, as many are kept as are needed while those before them (and `above`) have not reached the target; p < 1 makes
+// that a share of their mass.
 __device__ __forceinline__ u32 masses_needed(const Search& s, u32 count, u64 above, double p, double target) {
-    const u64 mine = threadIdx.x < count ? units(value_of(key_of_entry(s.work.ranked[threadIdx.x])), s.scale, s.work.table) : 0;
+    const u64 mine = threadIdx.x < count ? s.units_of(key_of_entry(s.work.sorted[threadIdx.x])) : 0;
     u64 total;
     const u64 through = scan_masses(s.work.exchange.scratch[s.turn++ & 1], mine, total);
     if (p < 1.0) target = fmax(p * static_cast<double>(total), 0.5);
@@ -58,19 +62,12 @@ __device__ __forceinline__ u32 masses_needed(const Search& s, u32 count, u64 abo
 }
 
 // The boundary of a top-k, and with p < 1 of the top-p of what it keeps; or (mass) of a top-p.
-template <bool mass>
-__device__ __forceinline__ Found search_list(const Search& s, const Probe<mass>& all, const Slot* parts, u32 list, double target, double p) {
-    gather_list(s, all.count, parts, list);
-    rank_list(s, all.count);
-    u32 kept;
-    if (mass) {
-        kept = masses_needed(s, all.count, all.above(), 1.0, target);
-    } else {
-        kept = static_cast<u32>(target) - all.above();
-        if (p < 1.0) kept = masses_needed(s, kept, 0, p, 0.0);
-    }
-    const Entry last = s.work.ranked[kept - 1];
+__device__ __forceinline__ Found search_list(const Search& s, bool mass, const Probe& all, const Slot* parts, u32 list, double target, double p) {
+    sort_list(s, all.count, parts, list);
+    u32 kept = mass ? all.count : static_cast<u32>(target) - static_cast<u32>(all.above());
+    if (mass || p < 1.0) kept = masses_needed(s, kept, all.above(), p, target);
+    const Entry last = s.work.sorted[kept - 1];
     const int key = key_of_entry(last);
-    const u32 copies = __syncthreads_count(threadIdx.x < kept && key_of_entry(s.work.ranked[threadIdx.x]) == key);
+    const u32 copies = __syncthreads_count(threadIdx.x < kept && key_of_entry(s.work.sorted[threadIdx.x]) == key);
     return {{key, id_of_entry(last)}, copies};
 }

@@ -57,39 +57,35 @@ struct Statistics {
     static __device__ __forceinline__ Statistics nothing() { return {0.0f, 0.0f, LOWEST_KEY, 0, 0}; }
 };
 
-template <bool mass>
-struct MeasureOf {
-    typedef u32 type;
-};
-template <>
-struct MeasureOf<true> {
-    typedef u64 type;
-};
-
-template <bool mass>
 struct Probe {
-    typedef typename MeasureOf<mass>::type Measure;
     u32 count;              // inside the bracket
     int smallest, largest;  // keys inside
-    Measure inside, below, total;  // in it; lower, down to the floor; higher too
+    u64 inside, below, total;  // measures: in it; lower, down to the floor; both and higher
 
-    __device__ __forceinline__ Measure above() const { return total - below - inside; }
-    __device__ __forceinline__ Measure through() const { return total - below; }
+    __device__ __forceinline__ u64 above() const { return total - below - inside; }
+    __device__ __forceinline__ u64 through() const { return total - below; }
     __device__ __forceinline__ Probe over_lanes() const {
         return {sum_lanes(count), min_lanes(smallest), max_lanes(largest), sum_lanes(inside), sum_lanes(below), sum_lanes(total)};
     }
     static __device__ __forceinline__ Probe nothing() { return {0, HIGHEST_KEY, LOWEST_KEY, 0, 0, 0}; }
 };
 
-__device__ __forceinline__ u32 count_of(const Slot& part) { return static_cast<u32>(part.words[0]); }  // of any Probe
+__device__ __forceinline__ u32 count_of(const Slot& part) { return reinterpret_cast<const Probe*>(&part)->count; }
+
+__device__ __forceinline__ int key_of(float x) { return score_order(x); }
+__device__ __forceinline__ float value_of(int key) { return order_score(key); }
+
+// No number has the key -1 (that of -0.0).
+__device__ __forceinline__ float first_value(int key) { return value_of(key == -1 ? 0 : key); }
+__device__ __forceinline__ float last_value(int key) { return value_of(key == -1 ? -2 : key); }
 
 struct Workspace {
     Exchange exchange;
-    double table[16];
+    double table[PARTS];
     u64 barriers[MAX_PIECES];
     u32 histogram[BINS];
     Entry list[2][LISTED];  // of this block; two, so that nobody overwrites what others still read
-    Entry gathered[LISTED], ranked[LISTED];
+    Entry sorted[LISTED];
     u32 listed;
     u32 before, until;          // counts around the bin that is looked for
     float to_upper, to_lower;   // elements between the boundary and the edges of that bin
@@ -104,31 +100,27 @@ struct Search {
     const Scale& scale;
     u32& turn;
     float shift;  // some logit of the row, or 0
+
+    __device__ __forceinline__ u64 units_of(int key) const { return units(value_of(key), scale, work.table); }
 };
-
-__device__ __forceinline__ int key_of(float x) { return score_order(x); }
-__device__ __forceinline__ float value_of(int key) { return order_score(key); }
-
-// No number has the key -1 (that of -0.0).
-__device__ __forceinline__ float first_value(int key) { return value_of(key == -1 ? 0 : key); }
-__device__ __forceinline__ float last_value(int key) { return value_of(key == -1 ? -2 : key); }
 
 // ---- one sweep: what lies above, inside and below first .. last
 
-template <bool mass>
-__device__ __forceinline__ Probe<mass> probe(const Search& s, int first, int last, int floor, u32 list, const Slot*& parts) {
-    typedef typename MeasureOf<mass>::type Measure;
+__device__ __forceinline__ Probe probe(const Search& s, bool mass, int first, int last, int floor, u32 list, const Slot*& parts) {
     const float low = first_value(first), high = last_value(last), least = first_value(floor + 1);
     Workspace& work = s.work;
     if (threadIdx.x == 0) work.listed = 0;
     __syncthreads();
-    Probe<mass> mine = Probe<mass>::nothing();
+    Probe mine = Probe::nothing();
     s.chunk.sweep([&](const float(&x)[4], int at) {
         bool inside = false;
-        Measure each[4];
+        u64 each[4] = {1, 1, 1, 1};
+        if (mass) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) each[i] = units(x[i], s.scale, work.table);
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            each[i] = mass ? units(x[i], s.scale, work.table) : 1;
             if (x[i] >= least) mine.total += each[i];
             if (x[i] >= least && x[i] < low) mine.below += each[i];
             inside |= x[i] >= low && x[i] <= high;
@@ -158,8 +150,7 @@ struct Range {
 
 // Narrows the range to the bins around the one in which the measure, from the top of the range, seems to reach `target`. A mass is
 // estimated from counts, in units of the peak's; with `share` above 0 the target is that share of the range's mass and `rest`.
-template <bool mass>
-__device__ __forceinline__ void locate(const Search& s, Range& range, float target, float share, float rest) {
+__device__ __forceinline__ void locate(const Search& s, bool mass, Range& range, float target, float share, float rest) {
     static_assert(BINS == 1 << 11, "shift");
     Workspace& work = s.work;
     const float low = first_value(range.first), high = last_value(range.last);
@@ -182,15 +173,13 @@ __device__ __forceinline__ void locate(const Search& s, Range& range, float targ
     // Four bins a thread, from the top
     const int upper = BINS - 1 - 4 * threadIdx.x;
     u32 count[4] = {0, 0, 0, 0};
-    uint4 parts[CLUSTER];
-#pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) parts[r] = load_remote(&work.histogram[upper - 3], r);
-#pragma unroll
+#pragma unroll 4
     for (int r = 0; r < CLUSTER; ++r) {
-        count[0] += parts[r].w;
-        count[1] += parts[r].z;
-        count[2] += parts[r].y;
-        count[3] += parts[r].x;
+        const uint4 part = load_remote(&work.histogram[upper - 3], r);
+        count[0] += part.w;
+        count[1] += part.z;
+        count[2] += part.y;
+        count[3] += part.x;
     }
     float each[4];
     Binned all = {0, 0.0f};
@@ -316,34 +305,38 @@ __device__ __forceinline__ int truncation(const Search& s, u64 k) {
 
 // The shortest prefix of what `floor` keeps that reaches k elements, or (mass) the share p of its mass. Of a top-k that ends on the
 // list, the top-p too: `p` is 1 then.
-template <bool mass>
-__device__ __forceinline__ Found find_boundary(const Search& s, const Found& floor, u64 k, double& p) {
+__device__ __forceinline__ Found find_boundary(const Search& s, bool mass, const Found& floor, u64 k, double& p) {
     const int floor_key = floor.boundary.key;
-    const u64 floor_each = !mass || !floor.copies ? 0 : units(value_of(floor_key), s.scale, s.work.table);
-    const u64 floor_mass = floor.copies * floor_each;
+    const u64 floor_each = mass && floor.copies ? s.units_of(floor_key) : 0, floor_mass = floor.copies * floor_each;
     Range range = {floor_key + 1, s.stats.peak, false};
     if (mass) range.first = max(range.first, key_of(s.scale.lowest));
     range.first = min(range.first, range.last);  // nothing but copies of the floor: one probe says so
 
     double target = static_cast<double>(k);
     u64 over = 0;  // measure above the range
-    bool known = false, located = mass || !TRUNCATE;
+    u32 kept = 0;  // copies of the floor, once the boundary is known to lie among them
+    bool known = false, guess = mass || !TRUNCATE;
     Range bracket = range;
-    if (located) locate<mass>(s, bracket, mass ? 0.0f : static_cast<float>(k), mass ? static_cast<float>(p) : 0.0f, floor_mass * 0x1p-40f);
-    else bracket.first = max(range.first, min(range.last, truncation(s, k)));
+    if (!guess) bracket.first = max(range.first, min(range.last, truncation(s, k)));
     for (u32 list = 0;; list ^= 1) {
+        if (guess) {
+            const double left = target - static_cast<double>(over);
+            locate(s, mass, bracket, static_cast<float>(mass ? left * 0x1p-40 : left), mass && !known ? static_cast<float>(p) : 0.0f,
+                   floor_mass * 0x1p-40f);
+        }
         const Slot* parts;
-        const Probe<mass> found = probe<mass>(s, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list, parts);
+        const Probe found = probe(s, mass && !kept, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list, parts);
+        if (kept) return cut_copies(s, floor_key, kept, floor.copies, parts);
         if (!known) {
-            const u64 total = found.total;
-            if (mass) target = fmax(p * static_cast<double>(total + floor_mass), 0.5);
-            else if (total <= k) return floor;
+            if (mass) target = fmax(p * static_cast<double>(found.total + floor_mass), 0.5);
+            else if (found.total <= k) return floor;
             known = true;
-            if (static_cast<double>(total) < target) {  // it lies among the copies that the floor keeps
-                const u32 kept = copies_kept(total, floor_each, floor.copies, target);
+            if (static_cast<double>(found.total) < target) {
+                kept = copies_kept(found.total, floor_each, floor.copies, target);
                 if (kept == floor.copies) return floor;
-                probe<false>(s, floor_key, floor_key, floor_key - 1, list ^ 1, parts);
-                return cut_copies(s, floor_key, kept, floor.copies, parts);
+                bracket = {floor_key, floor_key};
+                guess = false;
+                continue;
             }
         }
         if (static_cast<double>(found.above()) >= target) {
@@ -352,22 +345,18 @@ __device__ __forceinline__ Found find_boundary(const Search& s, const Found& flo
             range.last = bracket.first - 1;
             over = found.through();
         } else if (found.smallest == found.largest) {
-            const u32 kept = copies_kept(found.above(), found.inside / found.count, found.count, target);
-            return cut_copies(s, found.smallest, kept, found.count, parts);
+            return cut_copies(s, found.smallest, copies_kept(found.above(), found.inside / found.count, found.count, target), found.count, parts);
+        } else if (TIERED && found.count <= LISTED) {
+            const bool whole = !mass && bracket.last == s.stats.peak;  // the list holds all that top-k keeps
+            const Found result = search_list(s, mass, found, parts, list, target, whole ? p : 1.0);
+            if (whole) p = 1.0;
+            return result;
         } else {
-            if (TIERED && found.count <= LISTED) {
-                const bool whole = !mass && bracket.last == s.stats.peak;  // the list holds all that top-k keeps
-                const Found result = search_list<mass>(s, found, parts, list, target, whole ? p : 1.0);
-                if (whole) p = 1.0;
-                return result;
-            }
-            range = {found.smallest, found.largest, range.by_key};
+            range = {found.smallest, found.largest};
             over = found.above();
         }
-        range.by_key = located;
-        located = true;
+        range.by_key = guess;
+        guess = true;
         bracket = range;
-        const double left = target - static_cast<double>(over);
-        locate<mass>(s, bracket, static_cast<float>(mass ? left * 0x1p-40 : left), 0.0f, 0.0f);
     }
 }
