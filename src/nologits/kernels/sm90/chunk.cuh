@@ -107,16 +107,18 @@ struct Chunk {
 #endif
     }
 
-    // The first sweep, piece by piece as they arrive.
+    // The first sweeps, piece by piece as they arrive, of the first `pieces` of them.
     template <typename Step>
-    __device__ __forceinline__ void sweep_arriving(Step step) const {
-        for (int s = 0; s < steps(); ++s) {
+    __device__ __forceinline__ void sweep_arriving(int pieces, Step step) const {
+#pragma unroll 1
+        for (int s = 0; s < min(pieces, steps()); ++s) {
 #if RESIDENT
             if (bulk) barrier_wait(shared_address(barriers + s), 0);
 #endif
             float x[4];
-            load(s * PIECE + 4 * threadIdx.x, x);
-            step(x);
+            const int at = s * PIECE + 4 * threadIdx.x;
+            load(at, x);
+            step(x, at);
         }
     }
 };

@@ -57,20 +57,43 @@ __device__ __forceinline__ Request make_request(const Params& p, int row) {
     return request;
 }
 
-// While the chunk arrives. The sums only guide guesses.
-__device__ __forceinline__ Statistics chunk_statistics(const Chunk& chunk, float shift) {
-    Statistics mine = Statistics::nothing();
-    float peak = -infinity();
-    chunk.sweep_arriving([&](const float(&x)[4]) {
+// Of the chunk's first piece. The sums only guide a guess.
+__device__ __forceinline__ Sample chunk_sample(const Chunk& chunk, float shift) {
+    Sample mine = Sample::nothing();
+    chunk.sweep_arriving(1, [&](const float(&x)[4], int) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const bool there = x[i] > -infinity();
             const float value = there ? x[i] - shift : 0.0f;
-            mine.broken += x[i] != x[i];
             mine.count += there;
             mine.sum += value;
             mine.squares = fmaf(value, value, mine.squares);
-            peak = fmaxf(peak, x[i]);
+        }
+    });
+    return mine;
+}
+
+// While the chunk arrives; logits from `cut` on go on list 0.
+__device__ __forceinline__ Statistics chunk_statistics(const Chunk& chunk, float cut, Workspace& work) {
+    Statistics mine = Statistics::nothing();
+    float peak = -infinity();
+    chunk.sweep_arriving(chunk.steps(), [&](const float(&x)[4], int at) {
+        const float largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+        peak = fmaxf(peak, largest);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            mine.broken += x[i] != x[i];
+            mine.count += x[i] > -infinity();
+        }
+        if (!(largest >= cut)) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (!(x[i] >= cut)) continue;
+            const int key = key_of(x[i]);
+            mine.survivors += 1;
+            mine.smallest = min(mine.smallest, key);
+            const u32 place = atomicAdd(&work.listed, 1);
+            if (place < LISTED) work.list[0][place] = make_entry(key, chunk.first + at + i);
         }
     });
     mine.peak = key_of(peak);
@@ -195,23 +218,31 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Chunk chunk = {logits + first, reinterpret_cast<Element*>(memory), work.barriers, first, max(0, min(p.chunk, p.V - first)), false};
     chunk.fetch();
     if (threadIdx.x == 0 && row < p.rows - p.ahead) prefetch_chunk(chunk.global + p.ahead * p.stride_logits, chunk.count);
+    if (threadIdx.x == 0) work.listed = 0;
     const Request request = make_request(p, row);
-    const float any = as_float(logits[0]), shift = fabsf(any) < infinity() ? any : 0.0f;
+    const bool top_k = request.top_k > 0 && request.top_k < p.V;
     __syncthreads();
 
-    // Statistics
+    // Statistics, and what survives sigma-truncation
     u32 turn = 0;
     const Slot* parts;
-    const Statistics stats = reduce_row(work.exchange, turn, chunk_statistics(chunk, shift), parts);
+    float cut = infinity();
+    if (top_k && !(request.min_p > 0.0)) {
+        const float any = as_float(logits[0]), shift = fabsf(any) < infinity() ? any : 0.0f;
+        cut = truncation(reduce_row(work.exchange, turn, chunk_sample(chunk, shift), parts), shift, p.V, request.top_k);
+        if (!(cut == cut)) cut = infinity();
+    }
+    const Statistics stats = reduce_row(work.exchange, turn, chunk_statistics(chunk, cut, work), parts);
     const bool valid = request.possible && !stats.broken && stats.count;
 
     // Boundary
     Found found = {{key_of(-infinity()), NO_ID}, 0};
     const Scale scale = make_scale(value_of(stats.peak), request.temperature);
-    const Search search = {work, chunk, stats, scale, turn, shift};
+    const Search search = {work, chunk, stats, scale, turn};
     fill_table(work.table, scale);
     __syncthreads();
     if (valid) {
+        bool top_p = request.top_p < 1.0;
         if (request.min_p > 0.0) {
             if (threadIdx.x < 32) {
                 const int key = lowest_likely(scale, request.min_p, request.temperature);
@@ -220,12 +251,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             __syncthreads();
             found.boundary.key = work.cut - 1;
         }
-        double p_left = request.top_p;
-#pragma unroll 1  // one copy of the code: it has to come from memory too
-        for (int mass = 0; mass < 2; ++mass) {
-            const bool on = mass ? p_left < 1.0 : request.top_k > 0 && request.top_k < stats.count;
-            if (on) found = find_boundary(search, mass, found, request.top_k, p_left);
+        if (top_k && request.top_k < stats.count) {
+            if (request.top_k <= stats.survivors && stats.survivors <= LISTED) {
+                found = search_list(search, false, stats.survivors, 0, parts, 0, static_cast<double>(request.top_k), request.top_p);
+                top_p = false;  // done there
+            } else {
+                found = find_boundary<false>(search, found, request.top_k, 1.0);
+            }
         }
+        if (top_p) found = find_boundary<true>(search, found, 0, request.top_p);
     }
 
     // Results

@@ -29,22 +29,26 @@ __device__ __forceinline__ void sort_list(const Search& s, u32 count, const Slot
         mine = load_remote(&s.work.list[list][at], rank);
     }
     Entry* const sorted = s.work.sorted;
+    auto exchange = [&](Entry other, u32 size, u32 stride) {
+        const bool larger = ((thread & size) == 0) == ((thread & stride) == 0);  // this thread keeps the larger of the two
+        mine = (other > mine) == larger ? other : mine;
+    };
+#pragma unroll
+    for (u32 size = 2; size <= 32; size *= 2) {
+#pragma unroll
+        for (u32 stride = size / 2; stride; stride /= 2) exchange(__shfl_xor_sync(ALL, mine, stride), size, stride);
+    }
 #pragma unroll 1
-    for (u32 size = 2; size < 2 * count; size *= 2) {
+    for (u32 size = 64; size < 2 * count; size *= 2) {
 #pragma unroll 1
-        for (u32 stride = size / 2; stride; stride /= 2) {
-            Entry other;
-            if (stride >= 32) {
-                __syncthreads();
-                sorted[thread] = mine;
-                __syncthreads();
-                other = sorted[thread ^ stride];
-            } else {
-                other = __shfl_xor_sync(ALL, mine, stride);
-            }
-            const bool larger = ((thread & size) == 0) == ((thread & stride) == 0);  // this thread keeps the larger one
-            mine = (other > mine) == larger ? other : mine;
+        for (u32 stride = size / 2; stride >= 32; stride /= 2) {
+            __syncthreads();
+            sorted[thread] = mine;
+            __syncthreads();
+            exchange(sorted[thread ^ stride], size, stride);
         }
+#pragma unroll
+        for (u32 stride = 16; stride; stride /= 2) exchange(__shfl_xor_sync(ALL, mine, stride), size, stride);
     }
     __syncthreads();
     sorted[thread] = mine;
@@ -61,11 +65,12 @@ __device__ __forceinline__ u32 masses_needed(const Search& s, u32 count, u64 abo
     return __syncthreads_count(threadIdx.x < count && static_cast<double>(above + through - mine) < target);
 }
 
-// The boundary of a top-k, and with p < 1 of the top-p of what it keeps; or (mass) of a top-p.
-__device__ __forceinline__ Found search_list(const Search& s, bool mass, const Probe& all, const Slot* parts, u32 list, double target, double p) {
-    sort_list(s, all.count, parts, list);
-    u32 kept = mass ? all.count : static_cast<u32>(target) - static_cast<u32>(all.above());
-    if (mass || p < 1.0) kept = masses_needed(s, kept, all.above(), p, target);
+// The boundary of a top-k, and with p < 1 of the top-p of what it keeps; or (mass) of a top-p. `above` is what the target counts
+// before the list.
+__device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, u32 list, double target, double p) {
+    sort_list(s, count, parts, list);
+    u32 kept = mass ? count : static_cast<u32>(target) - static_cast<u32>(above);
+    if (mass || p < 1.0) kept = masses_needed(s, kept, above, p, target);
     const Entry last = s.work.sorted[kept - 1];
     const int key = key_of_entry(last);
     const u32 copies = __syncthreads_count(threadIdx.x < kept && key_of_entry(s.work.sorted[threadIdx.x]) == key);

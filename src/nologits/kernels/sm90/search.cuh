@@ -45,32 +45,52 @@ __device__ __forceinline__ Entry make_entry(int key, int id) { return static_cas
 __device__ __forceinline__ int key_of_entry(Entry entry) { return static_cast<int>(static_cast<u32>(entry >> 32) ^ 0x80000000u); }
 __device__ __forceinline__ int id_of_entry(Entry entry) { return static_cast<int>(~static_cast<u32>(entry)); }
 
-struct Statistics {
+struct Sample {
     float sum, squares;  // of logits above -inf, less the row's `shift`
-    int peak;            // key
-    u32 count;           // above -inf
-    u32 broken;          // NaNs
+    u32 count;
 
-    __device__ __forceinline__ Statistics over_lanes() const {
-        return {sum_lanes(sum), sum_lanes(squares), max_lanes(peak), sum_lanes(count), sum_lanes(broken)};
-    }
-    static __device__ __forceinline__ Statistics nothing() { return {0.0f, 0.0f, LOWEST_KEY, 0, 0}; }
+    __device__ __forceinline__ Sample over_lanes() const { return {sum_lanes(sum), sum_lanes(squares), sum_lanes(count)}; }
+    static __device__ __forceinline__ Sample nothing() { return {0.0f, 0.0f, 0}; }
 };
 
+struct Statistics {
+    u32 survivors;  // of sigma-truncation; they are on list 0
+    int smallest;   // key of theirs
+    int peak;       // key
+    u32 count;      // above -inf
+    u32 broken;     // NaNs
+
+    __device__ __forceinline__ Statistics over_lanes() const {
+        return {sum_lanes(survivors), min_lanes(smallest), max_lanes(peak), sum_lanes(count), sum_lanes(broken)};
+    }
+    static __device__ __forceinline__ Statistics nothing() { return {0, HIGHEST_KEY, LOWEST_KEY, 0, 0}; }
+};
+
+template <bool mass>
+struct MeasureOf {
+    typedef u32 type;
+};
+template <>
+struct MeasureOf<true> {
+    typedef u64 type;
+};
+
+template <bool mass>
 struct Probe {
+    typedef typename MeasureOf<mass>::type Measure;
     u32 count;              // inside the bracket
     int smallest, largest;  // keys inside
-    u64 inside, below, total;  // measures: in it; lower, down to the floor; both and higher
+    Measure inside, below, total;  // in it; lower, down to the floor; higher too
 
-    __device__ __forceinline__ u64 above() const { return total - below - inside; }
-    __device__ __forceinline__ u64 through() const { return total - below; }
+    __device__ __forceinline__ Measure above() const { return total - below - inside; }
+    __device__ __forceinline__ Measure through() const { return total - below; }
     __device__ __forceinline__ Probe over_lanes() const {
         return {sum_lanes(count), min_lanes(smallest), max_lanes(largest), sum_lanes(inside), sum_lanes(below), sum_lanes(total)};
     }
     static __device__ __forceinline__ Probe nothing() { return {0, HIGHEST_KEY, LOWEST_KEY, 0, 0, 0}; }
 };
 
-__device__ __forceinline__ u32 count_of(const Slot& part) { return reinterpret_cast<const Probe*>(&part)->count; }
+__device__ __forceinline__ u32 count_of(const Slot& part) { return static_cast<u32>(part.words[0]); }  // of any Probe, or survivors of Statistics
 
 __device__ __forceinline__ int key_of(float x) { return score_order(x); }
 __device__ __forceinline__ float value_of(int key) { return order_score(key); }
@@ -99,28 +119,26 @@ struct Search {
     const Statistics& stats;
     const Scale& scale;
     u32& turn;
-    float shift;  // some logit of the row, or 0
 
     __device__ __forceinline__ u64 units_of(int key) const { return units(value_of(key), scale, work.table); }
 };
 
 // ---- one sweep: what lies above, inside and below first .. last
 
-__device__ __forceinline__ Probe probe(const Search& s, bool mass, int first, int last, int floor, u32 list, const Slot*& parts) {
+template <bool mass>
+__device__ __forceinline__ Probe<mass> probe(const Search& s, int first, int last, int floor, u32 list, const Slot*& parts) {
+    typedef typename MeasureOf<mass>::type Measure;
     const float low = first_value(first), high = last_value(last), least = first_value(floor + 1);
     Workspace& work = s.work;
     if (threadIdx.x == 0) work.listed = 0;
     __syncthreads();
-    Probe mine = Probe::nothing();
+    Probe<mass> mine = Probe<mass>::nothing();
     s.chunk.sweep([&](const float(&x)[4], int at) {
         bool inside = false;
-        u64 each[4] = {1, 1, 1, 1};
-        if (mass) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) each[i] = units(x[i], s.scale, work.table);
-        }
+        Measure each[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
+            each[i] = mass ? units(x[i], s.scale, work.table) : 1;
             if (x[i] >= least) mine.total += each[i];
             if (x[i] >= least && x[i] < low) mine.below += each[i];
             inside |= x[i] >= low && x[i] <= high;
@@ -150,7 +168,8 @@ struct Range {
 
 // Narrows the range to the bins around the one in which the measure, from the top of the range, seems to reach `target`. A mass is
 // estimated from counts, in units of the peak's; with `share` above 0 the target is that share of the range's mass and `rest`.
-__device__ __forceinline__ void locate(const Search& s, bool mass, Range& range, float target, float share, float rest) {
+template <bool mass>
+__device__ __forceinline__ void locate(const Search& s, Range& range, float target, float share, float rest) {
     static_assert(BINS == 1 << 11, "shift");
     Workspace& work = s.work;
     const float low = first_value(range.first), high = last_value(range.last);
@@ -294,18 +313,17 @@ __device__ __forceinline__ Found cut_copies(const Search& s, int key, u32 kept, 
 
 // ---- the search
 
-// Where sigma-truncation cuts: above it, a normal row of this mean and deviation has about SURVIVORS elements.
-__device__ __forceinline__ int truncation(const Search& s, u64 k) {
-    const float inverse = 1.0f / s.stats.count, share = max(static_cast<u64>(SURVIVORS), 2 * k) * inverse;
-    if (!(share < 0.5f) || 2 * k > LISTED / 2) return LOWEST_KEY;
-    const float mean = s.stats.sum * inverse, sigma = sqrtf(s.stats.squares * inverse - mean * mean);
-    const float at = s.shift + mean - sigma * normcdfinvf(share);
-    return at == at ? key_of(at) : LOWEST_KEY;
+// Where sigma-truncation cuts: a normal row of the sample's mean and deviation has about SURVIVORS elements, or twice k, above it.
+__device__ __forceinline__ float truncation(const Sample& sample, float shift, int vocab, u64 k) {
+    const float share = max(static_cast<u64>(SURVIVORS), 2 * k) / static_cast<float>(vocab), inverse = 1.0f / sample.count;
+    if (!TRUNCATE || !TIERED || !(share < 0.5f) || 2 * k > LISTED / 2) return infinity();
+    const float mean = sample.sum * inverse, sigma = sqrtf(sample.squares * inverse - mean * mean);
+    return shift + mean - sigma * normcdfinvf(share);
 }
 
-// The shortest prefix of what `floor` keeps that reaches k elements, or (mass) the share p of its mass. Of a top-k that ends on the
-// list, the top-p too: `p` is 1 then.
-__device__ __forceinline__ Found find_boundary(const Search& s, bool mass, const Found& floor, u64 k, double& p) {
+// The shortest prefix of what `floor` keeps that reaches k elements, or (mass) the share p of its mass.
+template <bool mass>
+__device__ __forceinline__ Found find_boundary(const Search& s, const Found& floor, u64 k, double p) {
     const int floor_key = floor.boundary.key;
     const u64 floor_each = mass && floor.copies ? s.units_of(floor_key) : 0, floor_mass = floor.copies * floor_each;
     Range range = {floor_key + 1, s.stats.peak, false};
@@ -314,29 +332,23 @@ __device__ __forceinline__ Found find_boundary(const Search& s, bool mass, const
 
     double target = static_cast<double>(k);
     u64 over = 0;  // measure above the range
-    u32 kept = 0;  // copies of the floor, once the boundary is known to lie among them
-    bool known = false, guess = mass || !TRUNCATE;
-    Range bracket = range;
-    if (!guess) bracket.first = max(range.first, min(range.last, truncation(s, k)));
+    bool known = false;
     for (u32 list = 0;; list ^= 1) {
-        if (guess) {
-            const double left = target - static_cast<double>(over);
-            locate(s, mass, bracket, static_cast<float>(mass ? left * 0x1p-40 : left), mass && !known ? static_cast<float>(p) : 0.0f,
-                   floor_mass * 0x1p-40f);
-        }
+        Range bracket = range;
+        const double left = target - static_cast<double>(over);
+        locate<mass>(s, bracket, static_cast<float>(mass ? left * 0x1p-40 : left), mass && !known ? static_cast<float>(p) : 0.0f,
+                     floor_mass * 0x1p-40f);
         const Slot* parts;
-        const Probe found = probe(s, mass && !kept, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list, parts);
-        if (kept) return cut_copies(s, floor_key, kept, floor.copies, parts);
+        const Probe<mass> found = probe<mass>(s, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list, parts);
         if (!known) {
             if (mass) target = fmax(p * static_cast<double>(found.total + floor_mass), 0.5);
             else if (found.total <= k) return floor;
             known = true;
-            if (static_cast<double>(found.total) < target) {
-                kept = copies_kept(found.total, floor_each, floor.copies, target);
+            if (static_cast<double>(found.total) < target) {  // it lies among the copies that the floor keeps
+                const u32 kept = copies_kept(found.total, floor_each, floor.copies, target);
                 if (kept == floor.copies) return floor;
-                bracket = {floor_key, floor_key};
-                guess = false;
-                continue;
+                probe<false>(s, floor_key, floor_key, floor_key - 1, list ^ 1, parts);
+                return cut_copies(s, floor_key, kept, floor.copies, parts);
             }
         }
         if (static_cast<double>(found.above()) >= target) {
@@ -347,16 +359,11 @@ __device__ __forceinline__ Found find_boundary(const Search& s, bool mass, const
         } else if (found.smallest == found.largest) {
             return cut_copies(s, found.smallest, copies_kept(found.above(), found.inside / found.count, found.count, target), found.count, parts);
         } else if (TIERED && found.count <= LISTED) {
-            const bool whole = !mass && bracket.last == s.stats.peak;  // the list holds all that top-k keeps
-            const Found result = search_list(s, mass, found, parts, list, target, whole ? p : 1.0);
-            if (whole) p = 1.0;
-            return result;
+            return search_list(s, mass, found.count, found.above(), parts, list, target, 1.0);
         } else {
             range = {found.smallest, found.largest};
             over = found.above();
         }
-        range.by_key = guess;
-        guess = true;
-        bracket = range;
+        range.by_key = true;
     }
 }

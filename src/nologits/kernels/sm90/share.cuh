@@ -22,11 +22,17 @@ __device__ __forceinline__ Scale make_scale(float peak, float temperature) {
     return {peak, temperature > 0.0f ? peak - 29.0f * temperature : peak, static_cast<float>(factor / PARTS), factor, -peak * factor};
 }
 
+__constant__ double EIGHTHS[8] = {1.0, 1.0905077326652577, 1.189207115002721, 1.2968395546510096,
+                                 1.4142135623730951, 1.5422108254079407, 1.681792830507429, 1.8340080864093424};
+__constant__ double SIXTY_FOURTHS[8] = {1.0, 1.0108892860517005, 1.0218971486541166, 1.0330248790212284,
+                                       1.0442737824274138, 1.0556451783605572, 1.0671404006768237, 1.0787607977571199};
+
 // 2^(j/64) in units, times 2^(r/64) for the r that the offset lacks. Threads need a barrier before they use it.
 __device__ __forceinline__ void fill_table(double (&table)[PARTS], const Scale& scale) {
     if (threadIdx.x >= PARTS) return;
     const double missing = -fma(static_cast<double>(scale.peak), scale.factor, scale.offset);
-    table[threadIdx.x] = exp2((static_cast<int>(threadIdx.x) + missing) / PARTS + MASS_BITS);
+    const double power = EIGHTHS[threadIdx.x >> 3] * SIXTY_FOURTHS[threadIdx.x & 7] * 0x1p40;
+    table[threadIdx.x] = fma(power, missing * 0.010830424696249145, power);
 }
 
 // Units of a logit at most the peak; NaN-free. No branches: several of them overlap.
