@@ -50,6 +50,7 @@ def run_doctor(as_json: bool) -> int:
     outcomes = self_test()
     ok = all(outcome.ok for outcome in outcomes)
     versions = {"nologits": __version__, "python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    versions["torch"] = str(torch.__version__)  # with the build, which the package's metadata may lack
     if as_json:
         report = {
             "ok": ok,

@@ -218,11 +218,8 @@ def tail_power(draws: int) -> float:
 
 def _show(rows: list[Row], sampler: Sampler) -> None:
     console = output()
-    console.print(
-        f"impl [bold]{sampler.impl}[/bold] on {sampler.device} ({device_name(sampler.device)}), seed {sampler.seed}; "
-        f"a check fails at p < {ALPHA:g}",
-        soft_wrap=True,
-    )
+    console.print(f"impl [bold]{sampler.impl}[/bold] on {sampler.device} ({device_name(sampler.device)})", soft_wrap=True)
+    console.print(f"seed {sampler.seed}; a check fails at p < {ALPHA:g}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("check", header_style="dim")
     for heading in ("draws", "statistic", "p"):

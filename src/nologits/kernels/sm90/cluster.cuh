@@ -93,6 +93,17 @@ __device__ __forceinline__ int max_lanes(int x) { return __reduce_max_sync(ALL, 
 
 // ---- over more
 
+// Over a block; known to all threads.
+template <typename T>
+__device__ __forceinline__ T reduce_block(Slot (&scratch)[WARPS], const T& mine) {
+    const int lane = threadIdx.x & 31;
+    const T of_warp = mine.over_lanes();
+    if (lane == 0) *reinterpret_cast<T*>(&scratch[threadIdx.x >> 5]) = of_warp;
+    __syncthreads();
+    const T other = lane < WARPS ? *reinterpret_cast<const T*>(&scratch[lane]) : T::nothing();
+    return other.over_lanes();
+}
+
 // Over a row; known to all threads. `parts` becomes what each block has.
 template <typename T>
 __device__ __forceinline__ T reduce_row(Exchange& exchange, u32& turn, const T& mine, const Slot*& parts) {

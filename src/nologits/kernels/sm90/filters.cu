@@ -76,14 +76,17 @@ __device__ __forceinline__ Sample chunk_sample(const Chunk& chunk, float shift) 
 // While the chunk arrives; logits from `cut` on go on list 0.
 __device__ __forceinline__ Statistics chunk_statistics(const Chunk& chunk, float cut, Workspace& work) {
     Statistics mine = Statistics::nothing();
-    float peak = -infinity();
+    float peak = -infinity(), lowest = infinity();
     chunk.sweep_arriving(chunk.steps(), [&](const float(&x)[4], int at) {
         const float largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
         peak = fmaxf(peak, largest);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             mine.broken += x[i] != x[i];
-            mine.count += x[i] > -infinity();
+            if (x[i] > -infinity()) {
+                mine.count += 1;
+                lowest = fminf(lowest, x[i]);
+            }
         }
         if (!(largest >= cut)) return;
 #pragma unroll
@@ -91,12 +94,12 @@ __device__ __forceinline__ Statistics chunk_statistics(const Chunk& chunk, float
             if (!(x[i] >= cut)) continue;
             const int key = key_of(x[i]);
             mine.survivors += 1;
-            mine.smallest = min(mine.smallest, key);
             const u32 place = atomicAdd(&work.listed, 1);
             if (place < LISTED) work.list[0][place] = make_entry(key, chunk.first + at + i);
         }
     });
     mine.peak = key_of(peak);
+    mine.lowest = key_of(lowest);
     return mine;
 }
 
@@ -142,6 +145,25 @@ struct Drawn {
     static __device__ __forceinline__ Drawn nothing() { return {{NOTHING_ORDER, NO_TOKEN, 0.0f}, 0, 0, 0}; }
 };
 
+__device__ __forceinline__ void keep_drawn(Drawn& drawn, float x, int id, u32 word, float spread) {
+    keep_better(drawn.best, {score_order(score(x, spread, word)), static_cast<u32>(id), x});
+}
+
+// The winner among the list's first entries: the same in every block.
+__device__ __forceinline__ Drawn draw_listed(const Search& s, u32 kept, const Stream& stream, float spread) {
+    Drawn drawn = Drawn::nothing();
+    if (threadIdx.x < kept) {
+        const Entry entry = s.work.sorted[threadIdx.x];
+        const u32 id = id_of_entry(entry);
+        uint4 words[1];
+        philox(words, {id & ~72u}, stream);
+        const u32 low = id & 8 ? words[0].y : words[0].x, high = id & 8 ? words[0].w : words[0].z;
+        keep_drawn(drawn, value_of(key_of_entry(entry)), id, id & 64 ? high : low, spread);
+    }
+    Slot(&scratch)[WARPS] = s.work.exchange.scratch[s.turn++ & 1];
+    return reduce_block(scratch, drawn);
+}
+
 // The winner among this block's kept logits. A score is at most logit + spread (32 + log2 ln 2 - log2(r + 1/2)), r being the word
 // of its noise (contract.cuh); logarithms are spared where that is below the best of the warp.
 __device__ __forceinline__ Drawn draw(const Search& s, const Boundary& boundary, const Stream& stream, float spread) {
@@ -177,7 +199,7 @@ __device__ __forceinline__ Drawn draw(const Search& s, const Boundary& boundary,
             for (int w = 0; w < 4; ++w) {
                 const float bound = fmaf(spread, 31.4722f - log2_approx(static_cast<float>(word[w]) + 0.5f), x[w]);
                 if (!keep[w] || bound < floor) continue;
-                keep_better(drawn.best, {score_order(score(x[w], spread, word[w])), static_cast<u32>(id + (w & 1) * 8 + (w >> 1) * 64), x[w]});
+                keep_drawn(drawn, x[w], id + (w & 1) * 8 + (w >> 1) * 64, word[w], spread);
             }
         }
         const int best = __reduce_max_sync(ALL, drawn.best.order);
@@ -189,10 +211,13 @@ __device__ __forceinline__ Drawn draw(const Search& s, const Boundary& boundary,
     return drawn;
 }
 
+// The kept logits; from a chunk on chip by bulk copies, which leave while the block waits for the others.
 __device__ __forceinline__ void write_kept(const Params& p, const Chunk& chunk, const Boundary& boundary, bool valid, Element* out) {
     const float above = last_value(boundary.key), equal = value_of(boundary.key);
     const Element dropped = as_element(p.mask_value);
-    const bool whole = (reinterpret_cast<u64>(out) & (sizeof(Quad) - 1)) == 0;
+    constexpr int ALIGNED = 16 / sizeof(Element);
+    const int copied = RESIDENT && (reinterpret_cast<u64>(out) & 15) == 0 ? chunk.count / ALIGNED * ALIGNED : 0;
+#pragma unroll 2
     for (int at = 4 * threadIdx.x; at < chunk.count; at += PIECE) {
         float x[4];
         chunk.load(at, x);
@@ -202,12 +227,17 @@ __device__ __forceinline__ void write_kept(const Params& p, const Chunk& chunk, 
             const bool keep = valid && (x[i] > above || (x[i] == equal && chunk.first + at + i <= boundary.last_id));
             quad.e[i] = keep ? as_element(x[i]) : dropped;
         }
-        if (whole && at + 4 <= chunk.count) {
-            *reinterpret_cast<Quad*>(out + at) = quad;
+        if (at < copied) {
+            *reinterpret_cast<Quad*>(chunk.shared + at) = quad;
         } else {
-            for (int i = 0; i < 4 && at + i < chunk.count; ++i) out[at + i] = quad.e[i];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (at + i < chunk.count) out[at + i] = quad.e[i];
         }
     }
+    bulk_store_fence();
+    __syncthreads();
+    if (copied && threadIdx.x == 0) store_bytes(out, shared_address(chunk.shared), copied * static_cast<int>(sizeof(Element)));
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) filter_rows(const __grid_constant__ Params p) {
@@ -236,6 +266,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const bool valid = request.possible && !stats.broken && stats.count;
 
     // Boundary
+    u32 listed = 0;  // the list's first so many entries are all that is kept, if not 0
     Found found = {{key_of(-infinity()), NO_ID}, 0};
     const Scale scale = make_scale(value_of(stats.peak), request.temperature);
     const Search search = {work, chunk, stats, scale, turn};
@@ -253,8 +284,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
         if (top_k && request.top_k < stats.count) {
             if (request.top_k <= stats.survivors && stats.survivors <= LISTED) {
-                found = search_list(search, false, stats.survivors, 0, parts, 0, static_cast<double>(request.top_k), request.top_p);
-                top_p = false;  // done there
+                found = search_list(search, false, stats.survivors, 0, parts, 0, static_cast<double>(request.top_k), request.top_p, listed);
+                if (listed) top_p = false;  // done there
             } else {
                 found = find_boundary<false>(search, found, request.top_k, 1.0);
             }
@@ -271,8 +302,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (seed == -1 && p.entropy) seed = *p.entropy, position = row;
     Drawn drawn = Drawn::nothing();
     if (valid) {
-        drawn = draw(search, found.boundary, make_stream(seed, position), row_spread(request.temperature));
-        drawn = reduce_row(work.exchange, turn, drawn, parts);
+        const Stream stream = make_stream(seed, position);
+        const float spread = row_spread(request.temperature);
+        if (listed && !LOGPROBS) {
+            drawn = draw_listed(search, listed, stream, spread);
+        } else {
+            drawn = draw(search, found.boundary, stream, spread);
+            drawn = reduce_row(work.exchange, turn, drawn, parts);
+        }
     }
     if (threadIdx.x == 0 && row_rank() == 0) {
         p.tokens[row] = valid ? static_cast<i64>(drawn.best.token) : -1;
@@ -287,4 +324,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
 #endif
     sync_row();  // a block must not leave while others may still read from it
+#if MASK
+    if (threadIdx.x == 0) wait_for_stores();  // or while its stores do
+#endif
 }

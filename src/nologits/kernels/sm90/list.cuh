@@ -18,16 +18,19 @@ __device__ __forceinline__ u64 scan_masses(Slot (&scratch)[WARPS], u64 mine, u64
     return sum_lanes(lane < warp ? other : 0ull) + mine;
 }
 
-// All entries of the row's list, at most one a thread, in order; `parts` has each block's number of them. A bitonic sort: partners
-// in a warp exchange by shuffles, others through shared memory.
-__device__ __forceinline__ void sort_list(const Search& s, u32 count, const Slot* parts, u32 list) {
+// One of the row's list's entries for each thread, or 0, which comes after every other; `parts` has each block's number of them.
+__device__ __forceinline__ Entry listed_entry(const Search& s, u32 count, const Slot* parts, u32 list) {
+    if (threadIdx.x >= count) return 0;
+    u32 at = threadIdx.x, rank = 0;
+    while (rank + 1 < CLUSTER && at >= count_of(parts[rank])) at -= count_of(parts[rank++]);
+    return load_remote(&s.work.list[list][at], rank);
+}
+
+#if ARITY == 0
+
+// Puts the entries in order. A bitonic sort: partners in a warp exchange by shuffles, others through shared memory.
+__device__ __forceinline__ void sort_list(const Search& s, u32 count, Entry mine) {
     const u32 thread = threadIdx.x;
-    Entry mine = 0;  // after every other
-    if (thread < count) {
-        u32 at = thread, rank = 0;
-        while (rank + 1 < CLUSTER && at >= count_of(parts[rank])) at -= count_of(parts[rank++]);
-        mine = load_remote(&s.work.list[list][at], rank);
-    }
     Entry* const sorted = s.work.sorted;
     auto exchange = [&](Entry other, u32 size, u32 stride) {
         const bool larger = ((thread & size) == 0) == ((thread & stride) == 0);  // this thread keeps the larger of the two
@@ -66,13 +69,83 @@ __device__ __forceinline__ u32 masses_needed(const Search& s, u32 count, u64 abo
 }
 
 // The boundary of a top-k, and with p < 1 of the top-p of what it keeps; or (mass) of a top-p. `above` is what the target counts
-// before the list.
-__device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, u32 list, double target, double p) {
-    sort_list(s, count, parts, list);
-    u32 kept = mass ? count : static_cast<u32>(target) - static_cast<u32>(above);
+// before the list; `kept` becomes how many entries are kept, the first of the sorted ones, and both filters are done.
+__device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, u32 list, double target,
+                                             double p, u32& kept) {
+    sort_list(s, count, listed_entry(s, count, parts, list));
+    kept = mass ? count : static_cast<u32>(target) - static_cast<u32>(above);
     if (mass || p < 1.0) kept = masses_needed(s, kept, above, p, target);
     const Entry last = s.work.sorted[kept - 1];
     const int key = key_of_entry(last);
     const u32 copies = __syncthreads_count(threadIdx.x < kept && key_of_entry(s.work.sorted[threadIdx.x]) == key);
-    return {{key, id_of_entry(last)}, copies};
+    return {{key, DUPLICATES ? id_of_entry(last) : EVERY_ID}, copies};
 }
+
+#else  // the paper's pivot search, for comparison
+
+struct Sums {
+    int smallest, largest;
+    u64 from[ARITY - 1];
+
+    __device__ __forceinline__ Sums over_lanes() const {
+        Sums sums = {min_lanes(smallest), max_lanes(largest), {}};
+#pragma unroll
+        for (int j = 0; j < ARITY - 1; ++j) sums.from[j] = sum_lanes(from[j]);
+        return sums;
+    }
+    static __device__ __forceinline__ Sums nothing() { return {HIGHEST_KEY, LOWEST_KEY, {}}; }
+};
+
+// Largest key between `low` and `high` from which on the entries, one a thread, reach the target (`above` counts towards it):
+// ARITY - 1 pivots a round, until one value is left between them. `above` becomes the measure of larger keys.
+__device__ __forceinline__ int find_pivot(const Search& s, int key, u64 each, int low, int high, u64& above, double target) {
+    while (low < high) {
+        const u32 stride = (static_cast<u32>(high) - static_cast<u32>(low)) / ARITY;
+        int pivot[ARITY - 1];
+        Sums sums = Sums::nothing();
+        const bool inside = key >= low && key <= high;
+        if (inside) sums.smallest = sums.largest = key;
+#pragma unroll
+        for (int j = 0; j < ARITY - 1; ++j) {
+            pivot[j] = static_cast<int>(static_cast<u32>(low) + stride * (j + 1) + 1);
+            if (inside && key >= pivot[j]) sums.from[j] = each;
+        }
+        sums = reduce_block(s.work.exchange.scratch[s.turn++ & 1], sums);
+        if (sums.smallest >= sums.largest) return sums.largest;
+        int next_low = sums.smallest, next_high = sums.largest;
+        u64 next_above = above;
+#pragma unroll
+        for (int j = 0; j < ARITY - 1; ++j) {
+            const u64 reached = above + sums.from[j];
+            if (static_cast<double>(reached) >= target) {
+                next_low = max(next_low, pivot[j]);
+            } else if (pivot[j] <= next_high) {  // the lowest that does not reach it
+                next_high = pivot[j] - 1;
+                next_above = reached;
+            }
+        }
+        low = next_low;
+        high = next_high;
+        above = next_above;
+    }
+    return low;
+}
+
+// As above, of one filter: `kept` is 0.
+__device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, u32 list, double target,
+                                             double, u32& kept) {
+    const Entry entry = listed_entry(s, count, parts, list);
+    const bool there = threadIdx.x < count;
+    const int mine = there ? key_of_entry(entry) : LOWEST_KEY;
+    const u64 each = !there ? 0 : mass ? s.units_of(mine) : 1;
+    const int key = find_pivot(s, mine, each, LOWEST_KEY + 1, HIGHEST_KEY - 1, above, target);
+    const bool copy = there && mine == key;
+    const u32 copies = __syncthreads_count(copy), wanted = copies_kept(above, mass ? s.units_of(key) : 1, copies, target);
+    kept = 0;
+    if (wanted == copies || !DUPLICATES) return {{key, EVERY_ID}, copies};
+    u64 none = 0;
+    const int reverse = copy ? -1 - id_of_entry(entry) : LOWEST_KEY;
+    return {{key, -1 - find_pivot(s, reverse, copy, -MAX_IDS, -1, none, wanted)}, wanted};
+}
+
+#endif

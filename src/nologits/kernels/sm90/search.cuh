@@ -55,13 +55,13 @@ struct Sample {
 
 struct Statistics {
     u32 survivors;  // of sigma-truncation; they are on list 0
-    int smallest;   // key of theirs
-    int peak;       // key
+    int lowest;     // key of the lowest logit above -inf
+    int peak;       // key of the largest logit
     u32 count;      // above -inf
     u32 broken;     // NaNs
 
     __device__ __forceinline__ Statistics over_lanes() const {
-        return {sum_lanes(survivors), min_lanes(smallest), max_lanes(peak), sum_lanes(count), sum_lanes(broken)};
+        return {sum_lanes(survivors), min_lanes(lowest), max_lanes(peak), sum_lanes(count), sum_lanes(broken)};
     }
     static __device__ __forceinline__ Statistics nothing() { return {0, HIGHEST_KEY, LOWEST_KEY, 0, 0}; }
 };
@@ -326,7 +326,7 @@ template <bool mass>
 __device__ __forceinline__ Found find_boundary(const Search& s, const Found& floor, u64 k, double p) {
     const int floor_key = floor.boundary.key;
     const u64 floor_each = mass && floor.copies ? s.units_of(floor_key) : 0, floor_mass = floor.copies * floor_each;
-    Range range = {floor_key + 1, s.stats.peak, false};
+    Range range = {max(floor_key + 1, s.stats.lowest), s.stats.peak, false};
     if (mass) range.first = max(range.first, key_of(s.scale.lowest));
     range.first = min(range.first, range.last);  // nothing but copies of the floor: one probe says so
 
@@ -359,7 +359,8 @@ __device__ __forceinline__ Found find_boundary(const Search& s, const Found& flo
         } else if (found.smallest == found.largest) {
             return cut_copies(s, found.smallest, copies_kept(found.above(), found.inside / found.count, found.count, target), found.count, parts);
         } else if (TIERED && found.count <= LISTED) {
-            return search_list(s, mass, found.count, found.above(), parts, list, target, 1.0);
+            u32 kept;
+            return search_list(s, mass, found.count, found.above(), parts, list, target, 1.0, kept);
         } else {
             range = {found.smallest, found.largest};
             over = found.above();
