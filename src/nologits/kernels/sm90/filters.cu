@@ -211,13 +211,10 @@ __device__ __forceinline__ Drawn draw(const Search& s, const Boundary& boundary,
     return drawn;
 }
 
-// The kept logits; from a chunk on chip by bulk copies, which leave while the block waits for the others.
 __device__ __forceinline__ void write_kept(const Params& p, const Chunk& chunk, const Boundary& boundary, bool valid, Element* out) {
     const float above = last_value(boundary.key), equal = value_of(boundary.key);
     const Element dropped = as_element(p.mask_value);
-    constexpr int ALIGNED = 16 / sizeof(Element);
-    const int copied = RESIDENT && (reinterpret_cast<u64>(out) & 15) == 0 ? chunk.count / ALIGNED * ALIGNED : 0;
-#pragma unroll 2
+    const bool whole = (reinterpret_cast<u64>(out) & (sizeof(Quad) - 1)) == 0;
     for (int at = 4 * threadIdx.x; at < chunk.count; at += PIECE) {
         float x[4];
         chunk.load(at, x);
@@ -227,17 +224,12 @@ __device__ __forceinline__ void write_kept(const Params& p, const Chunk& chunk, 
             const bool keep = valid && (x[i] > above || (x[i] == equal && chunk.first + at + i <= boundary.last_id));
             quad.e[i] = keep ? as_element(x[i]) : dropped;
         }
-        if (at < copied) {
-            *reinterpret_cast<Quad*>(chunk.shared + at) = quad;
+        if (whole && at + 4 <= chunk.count) {
+            *reinterpret_cast<Quad*>(out + at) = quad;
         } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (at + i < chunk.count) out[at + i] = quad.e[i];
+            for (int i = 0; i < 4 && at + i < chunk.count; ++i) out[at + i] = quad.e[i];
         }
     }
-    bulk_store_fence();
-    __syncthreads();
-    if (copied && threadIdx.x == 0) store_bytes(out, shared_address(chunk.shared), copied * static_cast<int>(sizeof(Element)));
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) filter_rows(const __grid_constant__ Params p) {
@@ -324,7 +316,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
 #endif
     sync_row();  // a block must not leave while others may still read from it
-#if MASK
-    if (threadIdx.x == 0) wait_for_stores();  // or while its stores do
-#endif
 }

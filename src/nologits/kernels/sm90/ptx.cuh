@@ -86,19 +86,6 @@ __device__ __forceinline__ void copy_bytes(u32 target, const void* source, u32 b
                  : "memory");
 }
 
-// What threads have written to shared memory, before bulk copies read it.
-__device__ __forceinline__ void bulk_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-__device__ __forceinline__ void store_bytes(void* target, u32 source, u32 bytes) {
-    asm volatile(
-        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
-        "cp.async.bulk.commit_group;" ::"l"(target),
-        "r"(source), "r"(bytes)
-        : "memory");
-}
-
-__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
 __device__ __forceinline__ void prefetch_bytes(const void* source, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
