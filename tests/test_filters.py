@@ -451,3 +451,28 @@ def test_invalid_rows_keep_nothing(device, impl):
     assert (out[[1, 2, 4]] == -INF).all()
     assert (out[3] > -INF).nonzero().flatten().tolist() == [9]
     assert nl.select(logits, top_p=p, impl=impl).counts.tolist()[1:] == [0, 0, 1, 0]
+
+
+def test_kept_rows_one_after_the_other(device, impl):
+    """CSR: what speculative verification and RL replays store."""
+    logits = on(device, 3 * torch.randn(5, 90, generator=torch.Generator().manual_seed(3)).double())
+    logits[3] = math.nan
+    chosen = nl.select(logits, top_p=torch.tensor([0.1, 0.9, 1.0, 0.5, 0.0], device=device), impl=impl)
+    rows = chosen.to_csr()
+    assert rows.offsets.diff().tolist() == chosen.counts.tolist()
+    assert chosen.counts[3] == 0
+    for b in range(5):
+        one, count = slice(rows.offsets[b], rows.offsets[b + 1]), chosen.counts[b]
+        for packed, padded in zip(rows[1:], chosen[:3], strict=True):
+            assert torch.equal(packed[one], padded[b, :count])
+
+
+def test_mask_value(device):
+    logits = on(device, torch.randn(3, 70, generator=torch.Generator().manual_seed(3)).double())
+    logits[1, 4] = math.nan
+    plain = nl.filter_logits(logits, top_k=9)
+    masked = nl.filter_logits(logits, top_k=9, mask_value=-1e4)
+    assert torch.equal(masked, plain.masked_fill(plain == -INF, -1e4))
+    assert (masked[1] == -1e4).all()
+    with pytest.raises(ValueError, match=r"^mask_value must be a number, got None"):
+        nl.filter_logits(logits, top_k=9, mask_value=None)

@@ -4,10 +4,11 @@ from ._version import __version__
 from .api import filter_logits, sample, sample_logits, select
 from .head import LMHead
 from .params import SamplingParams
-from .types import Candidates, Samples
+from .types import Candidates, KeptRows, Samples
 
 __all__ = [
     "Candidates",
+    "KeptRows",
     "LMHead",
     "Samples",
     "SamplingParams",

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from . import filtered, ops
+from . import ops
 from .dispatch import resolve
 from .head import HeadSpec, LMHead, check_hidden, check_matrix, make_spec
 from .params import LogitBias, SamplingParams, check_device, check_num_samples, make_rows
 from .selection import MAX_VOCAB
-from .sources import LogitsSource, Source
+from .sources import HiddenSource, LogitsSource
 from .types import Candidates, Impl, LogprobsMode, Samples
 
 
@@ -205,14 +205,14 @@ def select(
             raise ValueError(f"head must be a nologits.LMHead, got {type(head).__name__}")
         check_hidden(hidden, head.spec)
         name = resolve(impl, hidden.device)
-        source: Source = ops.row_source(ops.make_source(hidden.detach(), head.spec, name), name)
+        source: HiddenSource | LogitsSource = ops.make_source(hidden.detach(), head.spec, name)
     else:
         _check_logits(logits)
-        resolve(impl, logits.device)
+        name = resolve(impl, logits.device)
         source = LogitsSource(logits.detach())
     rows = make_rows(params, source.batch, source.vocab, source.device, noise=False)
     width = min(rows.top_k, source.vocab) if isinstance(rows.top_k, int) and rows.top_k > 0 else source.vocab
-    return filtered.select(source, rows, width)
+    return ops.run_select(source, rows, width, name)
 
 
 def _check_params(params: object) -> None:

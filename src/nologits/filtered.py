@@ -25,6 +25,13 @@ _BYTES_BY_RANK, _BYTES_BY_MASS = 24, 56
 """Temporaries per logit, measured: keys, masks and sums; with masses also fp64 and int64 copies."""
 
 DrawKept = Callable[[Tensor, RowParams, int], Tensor]
+Rank = Callable[[Tensor, RowParams, int], tuple[Tensor, Tensor]]
+
+
+def count_ranked(logits: Tensor, rows: RowParams, width: int) -> tuple[Tensor, Tensor]:
+    """The first ``width`` ids of each row's order, int64 ``[B, width]``, and how many of the row are kept, int64 ``[B]``."""
+    order, count = count_sorted(logits, rows)
+    return order[:, :width], count.masked_fill(invalid_rows(logits, rows), 0)
 
 
 def scratch(rows: RowParams) -> int:
@@ -72,22 +79,24 @@ def filter_logits(logits: Tensor, source: Source, rows: RowParams, out: Tensor, 
         out[start:stop] = logits[start:stop].masked_fill(~keep, mask_value)
 
 
-def select(source: Source, rows: RowParams, width: int) -> Candidates:
-    """The kept set of each row, sorted, in ``width`` columns (at least the largest count)."""
+def select(source: Source, rows: RowParams, width: int, rank: Rank = count_ranked) -> Candidates:
+    """The kept set of each row, sorted, in ``width`` columns (at least the largest count).
+
+    ``rank(logits, rows, width)`` gives the first ``width`` ids in the contract's order, as far as they are kept, and how many are.
+    """
     batch, vocab, device = source.batch, source.vocab, source.device
     ids = torch.empty(batch, width, dtype=torch.int64, device=device)
     values, logprobs = (torch.empty(batch, width, device=device) for _ in range(2))
     counts = torch.empty(batch, dtype=torch.int64, device=device)
-    rank = torch.arange(width, device=device)
+    column = torch.arange(width, device=device)
     for start, stop in row_blocks(batch, vocab, scratch(rows)):
         some = rows.block(start, stop)
         logits = transform(source.rows(start, stop).chunk(0, vocab), some, 0, vocab)
-        order, count = count_sorted(logits, some)
-        count = count.masked_fill(invalid_rows(logits, some), 0)
-        inside = rank < count[:, None]
-        kept = logits.gather(1, order[:, :width]).masked_fill(~inside, float("-inf"))
-        ids[start:stop] = torch.where(inside, order[:, :width], -1)
+        order, count = rank(logits, some, width)
+        inside = column < count[:, None]
+        kept = logits.gather(1, order).masked_fill(~inside, float("-inf"))
+        ids[start:stop] = torch.where(inside, order, -1)
         values[start:stop], counts[start:stop] = kept, count
-        every = rank.expand(len(kept), width)
+        every = column.expand(len(kept), width)
         logprobs[start:stop] = log_softmax_at(kept, every, some.temperature32).masked_fill(~inside, float("-inf"))
     return Candidates(ids, values, logprobs, counts)

@@ -18,8 +18,9 @@ from .kernels.categorical_sm90 import launch_draw
 from .kernels.config import HopperConfig, hopper_config
 from .kernels.filters_sm90 import launch_filtered_draw, launch_mask
 from .params import RowParams
+from .selection import order_keys
 from .sources import HiddenSource, LogitsSource, Source, transform
-from .types import Samples
+from .types import Candidates, Samples
 
 
 def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
@@ -41,6 +42,11 @@ def filter_logits(logits: Tensor, rows: RowParams, out: Tensor, mask_value: floa
         filtered.filter_logits(logits, source, rows, out, mask_value)
     else:
         launch_mask(logits, rows, out, mask_value)
+
+
+def select(source: HiddenSource | LogitsSource, rows: RowParams, width: int) -> Candidates:
+    """The kept set of each row, sorted, in ``width`` columns: filtered by the kernel, ordered by torch."""
+    return filtered.select(fused.KernelSource(source) if isinstance(source, HiddenSource) else source, rows, width, _rank_kept)
 
 
 def config_for(source: HiddenSource) -> HopperConfig:
@@ -93,6 +99,20 @@ def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, proce
         drawn = launch_filtered_draw(transform(head_logits, some, 0, source.vocab), some, processed)
         parts.append(drawn._replace(raw_logprobs=_raw_logprobs(head_logits, drawn.tokens)) if raw else drawn)
     return Samples(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+
+def _rank_kept(logits: Tensor, rows: RowParams, width: int) -> tuple[Tensor, Tensor]:
+    """As :func:`nologits.filtered.count_ranked`."""
+    vocab = logits.shape[1]
+    kept = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    launch_mask(logits if logits.stride(1) == 1 or vocab == 1 else logits.contiguous(), rows, kept, float("-inf"))
+    count = (kept > float("-inf")).sum(-1)
+    if width == vocab:
+        return kept.sort(dim=-1, descending=True, stable=True).indices, count
+    # topk promises nothing about ties: the id, reversed, goes below the logit's key.
+    reverse = torch.arange(vocab - 1, -1, -1, device=logits.device)
+    words = (order_keys(kept).long() << 32) + reverse
+    return vocab - 1 - (words.topk(width, dim=-1).values & 0xFFFFFFFF), count
 
 
 def _raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

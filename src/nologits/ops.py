@@ -16,7 +16,7 @@ from . import filtered
 from .head import HeadSpec
 from .params import RowParams
 from .sources import HiddenSource, LogitsSource, Source
-from .types import Samples
+from .types import Candidates, Samples
 
 _ROWS = (
     "Tensor? temperature, float temperature_value, Tensor? top_k, int top_k_value, Tensor? top_p, float top_p_value, "
@@ -58,9 +58,9 @@ def make_source(hidden: Tensor, head: HeadSpec, impl: str) -> HiddenSource:
     return HiddenSource(hidden, head, torch.float64 if impl == "reference" else torch.float32)
 
 
-def row_source(source: HiddenSource, impl: str) -> Source:
-    """Where whole rows of a head's logits come from under ``impl``."""
-    if impl in ("triton", "hopper"):
+def row_source(source: HiddenSource | LogitsSource, impl: str) -> Source:
+    """Where whole rows of logits come from under ``impl``."""
+    if impl in ("triton", "hopper") and isinstance(source, HiddenSource):
         from .fused import KernelSource
 
         return KernelSource(source)
@@ -98,6 +98,15 @@ def run_filter(logits: Tensor, rows: RowParams, out: Tensor, mask_value: float, 
         hopper.filter_logits(logits, rows, out, mask_value)
     else:
         filtered.filter_logits(logits, LogitsSource(logits), rows, out, mask_value)
+
+
+def run_select(source: HiddenSource | LogitsSource, rows: RowParams, width: int, impl: str) -> Candidates:
+    """The kept sets. Not an operator: a graph that is being traced takes in the torch code."""
+    if impl == "hopper" and not torch.compiler.is_compiling():
+        from . import hopper
+
+        return hopper.select(source, rows, width)
+    return filtered.select(row_source(source, impl), rows, width)
 
 
 def _filter_logits(logits: Tensor, *rest: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 Impl = Literal["auto", "reference", "torch", "triton", "hopper"]
@@ -57,3 +58,26 @@ class Candidates(NamedTuple):
     logits: Tensor
     logprobs: Tensor
     counts: Tensor
+
+    def to_csr(self) -> KeptRows:
+        """The same without padding. Its size depends on the counts, so the host waits for them."""
+        inside = torch.arange(self.ids.shape[1], device=self.ids.device) < self.counts[:, None]
+        offsets = torch.zeros(len(self.counts) + 1, dtype=torch.int64, device=self.counts.device)
+        torch.cumsum(self.counts, 0, out=offsets[1:])
+        return KeptRows(offsets, self.ids[inside], self.logits[inside], self.logprobs[inside])
+
+
+class KeptRows(NamedTuple):
+    """Kept sets one after the other (compressed sparse rows): row b has entries ``offsets[b] .. offsets[b + 1] - 1``.
+
+    Attributes:
+        offsets: int64 ``[B + 1]``.
+        ids: int64 ``[N]``, each row's in the order of the contract.
+        logits: fp32 ``[N]``.
+        logprobs: fp32 ``[N]``.
+    """
+
+    offsets: Tensor
+    ids: Tensor
+    logits: Tensor
+    logprobs: Tensor
