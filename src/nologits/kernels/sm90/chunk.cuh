@@ -46,6 +46,15 @@ struct alignas(4 * sizeof(Element)) Quad {
     Element e[4];
 };
 
+// Written once and not read again: the cache keeps the rows that are yet to come.
+__device__ __forceinline__ void store_streaming(Element* target, const Quad& quad) {
+#if ELEMENT == 1
+    __stcs(reinterpret_cast<uint4*>(target), *reinterpret_cast<const uint4*>(&quad));
+#else
+    __stcs(reinterpret_cast<uint2*>(target), *reinterpret_cast<const uint2*>(&quad));
+#endif
+}
+
 struct Chunk {
     const Element* global;  // of its first id
     Element* shared;        // whole pieces, -inf beyond the chunk
@@ -100,7 +109,7 @@ struct Chunk {
             for (int s = threadIdx.x; s < steps(); s += 32) {
                 const int at = s * PIECE, bytes = max(0, min(copied - at, PIECE)) * static_cast<int>(sizeof(Element));
                 barrier_expect_bytes(shared_address(barriers + s), bytes);
-                if (bytes) copy_bytes(shared_address(shared + at), global + at, shared_address(barriers + s), bytes);
+                if (bytes) copy_bytes_once(shared_address(shared + at), global + at, shared_address(barriers + s), bytes);
             }
         }
         for (int at = copied + threadIdx.x; at < steps() * PIECE; at += THREADS) shared[at] = at < count ? global[at] : as_element(-infinity());

@@ -225,7 +225,7 @@ __device__ __forceinline__ void write_kept(const Params& p, const Chunk& chunk, 
             quad.e[i] = keep ? as_element(x[i]) : dropped;
         }
         if (whole && at + 4 <= chunk.count) {
-            *reinterpret_cast<Quad*>(out + at) = quad;
+            store_streaming(out + at, quad);
         } else {
             for (int i = 0; i < 4 && at + i < chunk.count; ++i) out[at + i] = quad.e[i];
         }

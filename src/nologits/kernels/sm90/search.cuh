@@ -103,8 +103,9 @@ struct Workspace {
     Exchange exchange;
     double table[PARTS];
     u64 barriers[MAX_PIECES];
-    u32 histogram[BINS];
-    Entry list[2][LISTED];  // of this block; two, so that nobody overwrites what others still read
+    alignas(16) u32 histogram[BINS];     // of this block
+    alignas(16) u32 totals[BINS];        // of the row
+    alignas(16) Entry list[2][LISTED];  // of this block; two, so that nobody overwrites what others still read
     Entry sorted[LISTED];
     u32 listed;
     u32 before, until;          // counts around the bin that is looked for
@@ -189,17 +190,26 @@ __device__ __forceinline__ void locate(const Search& s, Range& range, float targ
     });
     sync_row();
 
+    // Every block adds up its share of the bins, and tells the others: that moves less than if each added up all
+    constexpr int SHARE = THREADS / CLUSTER;  // in fours of bins
+    const u32 block = threadIdx.x / SHARE, place = threadIdx.x % SHARE, four = row_rank() * SHARE + place;
+    uint4* const parts = reinterpret_cast<uint4*>(work.list);
+    parts[threadIdx.x] = load_remote(&work.histogram[4 * four], block);
+    __syncthreads();
+    uint4 sum = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) {
+        const uint4 part = parts[r * SHARE + place];
+        sum = make_uint4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+    }
+    store_remote(remote_address(&work.totals[4 * four], block), static_cast<u64>(sum.y) << 32 | sum.x);
+    store_remote(remote_address(&work.totals[4 * four + 2], block), static_cast<u64>(sum.w) << 32 | sum.z);
+    sync_row();
+
     // Four bins a thread, from the top
     const int upper = BINS - 1 - 4 * threadIdx.x;
-    u32 count[4] = {0, 0, 0, 0};
-#pragma unroll 4
-    for (int r = 0; r < CLUSTER; ++r) {
-        const uint4 part = load_remote(&work.histogram[upper - 3], r);
-        count[0] += part.w;
-        count[1] += part.z;
-        count[2] += part.y;
-        count[3] += part.x;
-    }
+    const uint4 mine = *reinterpret_cast<const uint4*>(&work.totals[upper - 3]);
+    const u32 count[4] = {mine.w, mine.z, mine.y, mine.x};
     float each[4];
     Binned all = {0, 0.0f};
 #pragma unroll
