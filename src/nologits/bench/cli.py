@@ -17,11 +17,13 @@ from ..cli.console import UserError, notes
 from ..testing.families import FAMILIES
 from . import filters as filter_suite
 from . import head as head_suite
+from . import qrita as qrita_suite
 from .cases import ALIASES, ALL_BATCHES, CASES, DEFAULT_BATCHES, DEFAULT_CASES, MODES
 from .filter_cases import ALL_FILTER_BATCHES, DEFAULT_FILTER_BATCHES, FILTER_MODES
-from .filter_providers import FILTER_PROVIDERS
+from .filter_providers import FILTER_PROVIDERS, FLOOR
 from .peers import brief
 from .providers import PROVIDERS
+from .qrita import DEFAULT_QRITA_BATCHES, DEFAULT_QRITA_FAMILIES, QRITA_PROVIDERS, SHIPPED
 from .report import load, tables, write_csv
 from .suite import Plan, Record, Suite, run
 
@@ -29,6 +31,14 @@ _PIPED_COLUMNS = 120
 
 bench = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
+
+def _listed(about: str, default: Sequence[object]) -> Any:
+    """The option of a list of names or numbers."""
+    return typer.Option(help=f"{about}, or all. Default: {','.join(map(str, default))}.")
+
+
+_EVERY = ("all",)
+FilterModes = Annotated[list[str] | None, _listed(", ".join(FILTER_MODES), _EVERY)]
 Repeats = Annotated[int, typer.Option("--repeats", help="Repetitions of each cell.", min=3)]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Where to write the JSON.")]
 Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Where to write the rows as CSV.")]
@@ -39,9 +49,9 @@ Plots = Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="W
 @bench.callback(invoke_without_command=True)
 def measure(
     context: typer.Context,
-    case: Annotated[list[str] | None, typer.Option(help="LM heads, by case or model, or all. Default: small,large.")] = None,
-    batch: Annotated[list[str] | None, typer.Option(help="Batch sizes, or all. Default: 1,16,64,128,256.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="plain, logprobs, greedy, or all. Default: plain.")] = None,
+    case: Annotated[list[str] | None, _listed("LM heads, by case or model", DEFAULT_CASES)] = None,
+    batch: Annotated[list[str] | None, _listed("Batch sizes", DEFAULT_BATCHES)] = None,
+    mode: Annotated[list[str] | None, _listed(", ".join(MODES), ("plain",))] = None,
     provider: Providers = None,
     repeats: Repeats = 40,
     output: Output = None,
@@ -67,9 +77,9 @@ def measure(
 
 @bench.command()
 def filters(
-    family: Annotated[list[str] | None, typer.Option(help="Families of logits, by name. Default: all.")] = None,
-    batch: Annotated[list[str] | None, typer.Option(help="Batch sizes, or all. Default: 1,8,64,256.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="k50, p90, k50p95, minp05, or all. Default: all.")] = None,
+    family: Annotated[list[str] | None, _listed("Families of logits, by name", _EVERY)] = None,
+    batch: Annotated[list[str] | None, _listed("Batch sizes", DEFAULT_FILTER_BATCHES)] = None,
+    mode: FilterModes = None,
     provider: Providers = None,
     repeats: Repeats = 40,
     output: Output = None,
@@ -80,14 +90,29 @@ def filters(
 
     Options that name several things take a list with commas, or are repeated.
     """
-    plan = Plan(
-        _chosen("family", family, tuple(FAMILIES), tuple(FAMILIES)),
-        _batches(batch, ALL_FILTER_BATCHES, DEFAULT_FILTER_BATCHES),
-        _chosen("mode", mode, tuple(FILTER_MODES), tuple(FILTER_MODES)),
-        _chosen("provider", provider, tuple(FILTER_PROVIDERS), tuple(FILTER_PROVIDERS)),
-        repeats,
-    )
+    providers = _chosen("provider", provider, _EVERY, tuple(FILTER_PROVIDERS))
+    plan = _filter_plan(family, batch, mode, providers, repeats, _EVERY, DEFAULT_FILTER_BATCHES)
     _measure(filter_suite.SUITE, plan, output, csv, plots)
+
+
+@bench.command()
+def qrita(
+    family: Annotated[list[str] | None, _listed("Families of logits, by name", DEFAULT_QRITA_FAMILIES)] = None,
+    batch: Annotated[list[str] | None, _listed("Batch sizes", DEFAULT_QRITA_BATCHES)] = None,
+    mode: FilterModes = None,
+    ablate: Annotated[bool, typer.Option("--ablate", help="Also time it with each part of Qrita's search switched.")] = False,
+    repeats: Repeats = 40,
+    output: Output = None,
+    csv: Csv = None,
+    plots: Plots = None,
+) -> None:
+    """Time our filter kernel beside one read of the logits; with --ablate, also with parts of Qrita switched (needs a Hopper GPU).
+
+    Options that name several things take a list with commas, or are repeated.
+    """
+    providers = list(QRITA_PROVIDERS) if ablate else [FLOOR, SHIPPED]
+    plan = _filter_plan(family, batch, mode, providers, repeats, DEFAULT_QRITA_FAMILIES, DEFAULT_QRITA_BATCHES)
+    _measure(qrita_suite.SUITE, plan, output, csv, plots)
 
 
 @bench.command()
@@ -112,6 +137,25 @@ def plot(
     if plots is not None:
         for path in _plot(loaded, plots, read_gbps, matmul_tflops):
             typer.echo(path)
+
+
+def _filter_plan(
+    family: Sequence[str] | None,
+    batch: Sequence[str] | None,
+    mode: Sequence[str] | None,
+    providers: Sequence[str],
+    repeats: int,
+    families: Sequence[str],
+    batches: Sequence[int],
+) -> Plan:
+    """The plan of a suite of filters; the last two are its defaults."""
+    return Plan(
+        _chosen("family", family, families, tuple(FAMILIES)),
+        _batches(batch, ALL_FILTER_BATCHES, batches),
+        _chosen("mode", mode, _EVERY, tuple(FILTER_MODES)),
+        providers,
+        repeats,
+    )
 
 
 def _measure(suite: Suite, plan: Plan, output: Path | None, csv: Path | None, plots: Path | None) -> None:

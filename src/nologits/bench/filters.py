@@ -34,15 +34,20 @@ def cells(plan: Plan, skip: Callable[[Row], None]) -> Iterator[Cell]:
             torch.cuda.empty_cache()
 
 
-def make_rows(cell: Cell, timings: dict[str, Timing], memory: dict[str, int], ceilings: Ceilings) -> list[Row]:
-    """The rows of one cell."""
+def filter_rows(suite: Suite, cell: Cell, timings: dict[str, Timing], memory: dict[str, int]) -> list[Row]:
+    """The rows of one cell of a suite of filters, with :data:`FILTER_KEYS`."""
     read = logits_bytes(cell.case, cell.vocab, cell.batch)
     rows = []
-    for row, ratio, speedup in place_rows(SUITE, cell, timings, memory):
+    for row, ratio, speedup in place_rows(suite, cell, timings, memory):
         timing = timings[row["provider"]]
         extra = (ratio, round(read / timing.us / 1e3, 1), speedup, timing.captured)
         rows.append(row | dict(zip(FILTER_KEYS, extra, strict=True)))
     return rows
+
+
+def make_rows(cell: Cell, timings: dict[str, Timing], memory: dict[str, int], ceilings: Ceilings) -> list[Row]:
+    """The rows of one cell of this suite."""
+    return filter_rows(SUITE, cell, timings, memory)
 
 
 SUITE = Suite("filters", FILTER_PROVIDERS, FILTER_OURS, FLOOR, cells, SetGate, make_rows)

@@ -34,9 +34,12 @@ class Params(ctypes.Structure):
     )
 
 
-def launch_mask(logits: Tensor, rows: RowParams, out: Tensor, mask_value: float) -> None:
-    """Writes the kept logits to ``out`` (which may be ``logits``), ``mask_value`` elsewhere and in all of an invalid row."""
-    _launch(logits, rows, {"MASK": 1}, {"out": out}, mask_value)
+def launch_mask(logits: Tensor, rows: RowParams, out: Tensor, mask_value: float, *, config: FilterConfig | None = None) -> None:
+    """Writes the kept logits to ``out`` (which may be ``logits``), ``mask_value`` elsewhere and in all of an invalid row.
+
+    ``config`` is the launch; default: :func:`filter_config`'s.
+    """
+    _launch(logits, rows, {"MASK": 1}, {"out": out}, mask_value, config)
 
 
 def launch_filtered_draw(logits: Tensor, rows: RowParams, logprobs: bool) -> Samples:
@@ -64,9 +67,16 @@ def filter_kernel(logits: Tensor, config: FilterConfig, outputs: dict[str, int])
     return load("filters", "filter_rows", _THREADS, shared, defines, index)
 
 
-def _launch(logits: Tensor, rows: RowParams, outputs: dict[str, int], results: dict[str, Tensor | None], mask_value: float) -> None:
+def _launch(
+    logits: Tensor,
+    rows: RowParams,
+    outputs: dict[str, int],
+    results: dict[str, Tensor | None],
+    mask_value: float,
+    config: FilterConfig | None = None,
+) -> None:
     batch, vocab = logits.shape
-    config = filter_config(vocab, batch, logits.element_size())
+    config = config or filter_config(vocab, batch, logits.element_size())
     temperature = temperature_arguments(rows)
     numbers = {name: getattr(rows, name) for name in ("top_k", "top_p", "min_p")}
     tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}

@@ -68,6 +68,35 @@ __device__ __forceinline__ u32 masses_needed(const Search& s, u32 count, u64 abo
     return __syncthreads_count(threadIdx.x < count && static_cast<double>(above + through - mine) < target);
 }
 
+// The id and key up to which the first `kept` of the sorted entries go.
+__device__ __forceinline__ Found last_kept(const Search& s, u32 kept) {
+    const Entry last = s.work.sorted[kept - 1];
+    const int key = key_of_entry(last);
+    const u32 copies = __syncthreads_count(threadIdx.x < kept && key_of_entry(s.work.sorted[threadIdx.x]) == key);
+    return {{key, DUPLICATES ? id_of_entry(last) : EVERY_ID}, copies};
+}
+
+// The boundary of a top-p, if an estimate of the masses around the list leaves no doubt about it. An entry is needed if the mass
+// before it, less p times the whole, is negative: the doubt about that is (1 - p) times what the mass above is off, and p times
+// what the mass below is.
+__device__ __forceinline__ bool settle(const Search& s, const Estimate& around, const Slot* parts, u32 list, double p, u64 floor_mass, Found& found) {
+    const u32 count = around.count;
+    if (!count) return false;
+    sort_list(s, count, listed_entry(s, count, parts, list));
+    const u64 mine = threadIdx.x < count ? s.units_of(key_of_entry(s.work.sorted[threadIdx.x])) : 0;
+    u64 inside;
+    const u64 through = scan_masses(s.work.exchange.scratch[s.turn++ & 1], mine, inside);
+    const double above = static_cast<double>(around.above), total = above + static_cast<double>(inside + around.below + floor_mass);
+    const double doubt = (1.0 - p) * around.above_error + p * around.below_error + total * 0x1p-44;
+    const double before = above + static_cast<double>(through - mine) - p * total, after = before + static_cast<double>(mine);
+    bool unclear = threadIdx.x < count && fabs(before) <= doubt;
+    if (threadIdx.x == 0) unclear |= before >= 0.0;                 // it lies above the list
+    if (threadIdx.x == count - 1) unclear |= !(after > doubt);     // or below
+    if (__syncthreads_or(unclear)) return false;
+    found = last_kept(s, __syncthreads_count(threadIdx.x < count && before < 0.0));
+    return true;
+}
+
 // The boundary of a top-k, and with p < 1 of the top-p of what it keeps; or (mass) of a top-p. `above` is what the target counts
 // before the list; `kept` becomes how many entries are kept, the first of the sorted ones, and both filters are done.
 __device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, u32 list, double target,
@@ -75,10 +104,7 @@ __device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 cou
     sort_list(s, count, listed_entry(s, count, parts, list));
     kept = mass ? count : static_cast<u32>(target) - static_cast<u32>(above);
     if (mass || p < 1.0) kept = masses_needed(s, kept, above, p, target);
-    const Entry last = s.work.sorted[kept - 1];
-    const int key = key_of_entry(last);
-    const u32 copies = __syncthreads_count(threadIdx.x < kept && key_of_entry(s.work.sorted[threadIdx.x]) == key);
-    return {{key, DUPLICATES ? id_of_entry(last) : EVERY_ID}, copies};
+    return last_kept(s, kept);
 }
 
 #else  // the paper's pivot search, for comparison

@@ -8,7 +8,9 @@
 //     boundary inside, and the list is short                 rank the list (list.cuh)
 //     otherwise                                              smaller range, new guess
 //
-// A guess costs time if it is wrong, never exactness: ranges shrink until a bracket is one value, whose copies go by id.
+// A guess costs time if it is wrong, never exactness: ranges shrink until a bracket is one value, whose copies go by id. For a top-p
+// the first probe is an estimate in fp32 with a bound on its error, which settles almost every row; exact masses of the whole row
+// take fp64 and are summed only where it does not.
 #pragma once
 #include "chunk.cuh"
 #include "share.cuh"
@@ -90,7 +92,19 @@ struct Probe {
     static __device__ __forceinline__ Probe nothing() { return {0, HIGHEST_KEY, LOWEST_KEY, 0, 0, 0}; }
 };
 
-__device__ __forceinline__ u32 count_of(const Slot& part) { return static_cast<u32>(part.words[0]); }  // of any Probe, or survivors of Statistics
+// Masses in units, estimated, and how far they may be off.
+struct Estimate {
+    u32 count;              // inside the bracket
+    int smallest, largest;  // keys inside
+    u64 above, below, above_error, below_error;
+
+    __device__ __forceinline__ Estimate over_lanes() const {
+        return {sum_lanes(count), min_lanes(smallest), max_lanes(largest), sum_lanes(above), sum_lanes(below), sum_lanes(above_error), sum_lanes(below_error)};
+    }
+    static __device__ __forceinline__ Estimate nothing() { return {0, HIGHEST_KEY, LOWEST_KEY, 0, 0, 0, 0}; }
+};
+
+__device__ __forceinline__ u32 count_of(const Slot& part) { return static_cast<u32>(part.words[0]); }  // of Probe and Estimate; survivors of Statistics
 
 __device__ __forceinline__ int key_of(float x) { return score_order(x); }
 __device__ __forceinline__ float value_of(int key) { return order_score(key); }
@@ -157,6 +171,55 @@ __device__ __forceinline__ Probe<mass> probe(const Search& s, int first, int las
             if (place < LISTED) work.list[list][place] = make_entry(key, s.chunk.first + at + i);
         }
     });
+    return reduce_row(work.exchange, s.turn, mine, parts);
+}
+
+// The same for masses in fp32. The error of a term: 2^-22 of the exponential and three roundings of its exponent y, |y| 2^-24 ln 2
+// each, relative; sums of four terms; and the whole units that exact masses are rounded to.
+__device__ __forceinline__ Estimate estimate(const Search& s, int first, int last, int floor, u32 list, const Slot*& parts) {
+    constexpr float TERM = 5.0e-7f, PER_OCTAVE = 1.3e-7f;
+    const float low = first_value(first), high = last_value(last), least = first_value(floor + 1);
+    Workspace& work = s.work;
+    if (threadIdx.x == 0) work.listed = 0;
+    __syncthreads();
+    Estimate mine = Estimate::nothing();
+    double above = 0.0, below = 0.0;
+    float above_error = 0.0f, below_error = 0.0f;
+    s.chunk.sweep([&](const float(&x)[4], int at) {
+        float up = 0.0f, down = 0.0f;
+        bool inside = false;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float y = (x[i] - s.scale.peak) * s.scale.slope, share = exp2_approx(y), error = fmaf(y, -PER_OCTAVE, TERM);
+            if (x[i] > high) {
+                up += share;
+                above_error = fmaf(share, error, above_error);
+            }
+            if (x[i] >= least && x[i] < low) {
+                down += share;
+                below_error = fmaf(share, error, below_error);
+            }
+            inside |= x[i] >= low && x[i] <= high;
+        }
+        above += up;
+        below += down;
+        if (!inside) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (!(x[i] >= low && x[i] <= high)) continue;
+            const int key = key_of(x[i]);
+            mine.count += 1;
+            mine.smallest = min(mine.smallest, key);
+            mine.largest = max(mine.largest, key);
+            const u32 place = atomicAdd(&work.listed, 1);
+            if (place < LISTED) work.list[list][place] = make_entry(key, s.chunk.first + at + i);
+        }
+    });
+    const double rounding = s.chunk.steps() * 4.0;  // half a unit for each term, twice
+    mine.above = __double2ull_rn(above * 0x1p40);
+    mine.below = __double2ull_rn(below * 0x1p40);
+    mine.above_error = __double2ull_ru(above_error * 1.01 * 0x1p40 + rounding);
+    mine.below_error = __double2ull_ru(below_error * 1.01 * 0x1p40 + rounding);
     return reduce_row(work.exchange, s.turn, mine, parts);
 }
 
@@ -337,7 +400,11 @@ __device__ __forceinline__ Found find_boundary(const Search& s, const Found& flo
     const int floor_key = floor.boundary.key;
     const u64 floor_each = mass && floor.copies ? s.units_of(floor_key) : 0, floor_mass = floor.copies * floor_each;
     Range range = {max(floor_key + 1, s.stats.lowest), s.stats.peak, false};
-    if (mass) range.first = max(range.first, key_of(s.scale.lowest));
+    if (mass) {
+        // Below, all of the row together has less than the share 1 - p of the peak alone.
+        const float reach = log2_approx(s.stats.count / static_cast<float>(fmax(1.0 - p, 1e-13))) * 1.001f;
+        range.first = max(range.first, key_of(fmaxf(s.scale.lowest, s.scale.peak - reach / s.scale.slope)));
+    }
     range.first = min(range.first, range.last);  // nothing but copies of the floor: one probe says so
 
     double target = static_cast<double>(k);
@@ -349,6 +416,14 @@ __device__ __forceinline__ Found find_boundary(const Search& s, const Found& flo
         locate<mass>(s, bracket, static_cast<float>(mass ? left * 0x1p-40 : left), mass && !known ? static_cast<float>(p) : 0.0f,
                      floor_mass * 0x1p-40f);
         const Slot* parts;
+#if ARITY == 0
+        if (mass && TIERED && !known && s.scale.slope < infinity() && fabsf(s.scale.peak) < infinity()) {
+            const Estimate guess = estimate(s, bracket.first, bracket.last, floor_key, list, parts);
+            Found result;
+            if (guess.count <= LISTED && settle(s, guess, parts, list, p, floor_mass, result)) return result;
+            list ^= 1;
+        }
+#endif
         const Probe<mass> found = probe<mass>(s, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list, parts);
         if (!known) {
             if (mass) target = fmax(p * static_cast<double>(found.total + floor_mass), 0.5);
