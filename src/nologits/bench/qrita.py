@@ -21,7 +21,6 @@ from .filter_cases import FilterInputs
 from .filter_providers import FLOOR, FilterProvider, amax
 from .gate import SetGate
 from .peers import SkipError
-from .report import COLUMNS
 from .suite import Call, Cell, Row, Suite
 from .timing import Ceilings, Timing
 
@@ -39,9 +38,11 @@ SWITCHES: dict[str, dict[str, int]] = {
     "untiered": {"TIERED": 0},
 }
 """What each ablation changes of :class:`nologits.kernels.config.SearchConfig`. In order: a top-k's first guess comes from a
-histogram instead of the row's mean and deviation; the paper's pivot search on the survivors, with so many parts a round, instead
-of our sort; all copies of the boundary value are kept; every level of the search sweeps the whole row. Truncation is for a
-top-k; min-p alone searches nothing, so that its times only show the spread."""
+histogram, not from the row's mean and deviation; the paper's pivot search on the survivors, with so many parts a round, is in
+place of our sort; all copies of the boundary value are kept; every level of the search sweeps the whole row.
+
+Parts that rest on a switched one go with it: truncation on the list of survivors; the estimate that settles a top-p, and both
+filters in one search, on the sort. Min-p alone searches nothing: its times show how far equal work spreads."""
 
 
 def masked(switches: Mapping[str, int], inputs: FilterInputs, mode: str) -> Callable[[], Tensor]:
@@ -103,4 +104,3 @@ def make_qrita_rows(cell: Cell, timings: dict[str, Timing], memory: dict[str, in
 
 
 SUITE = Suite("qrita", QRITA_PROVIDERS, (SHIPPED, *SWITCHES), FLOOR, filters.cells, SetGate, make_qrita_rows)
-COLUMNS[SUITE.name] = COLUMNS[filters.SUITE.name]

@@ -20,7 +20,7 @@ from .suite import ROW_KEYS, SCHEMA, Row
 
 COLUMNS = {
     "head": ("B", "provider", "us", "p20-p80", "GB/s", "% of read", "x matmul", "extra memory", "speed-up"),
-    "filters": ("B", "provider", "us", "p20-p80", "GB/s", "x amax", "extra memory", "speed-up"),
+    **dict.fromkeys(("filters", "qrita"), ("B", "provider", "us", "p20-p80", "GB/s", "x amax", "extra memory", "speed-up")),
 }
 """Of a suite's tables. An unknown suite gets the head's."""
 

@@ -59,13 +59,16 @@ class SearchConfig(NamedTuple):
     TIERED: int = 1
 
 
+SHIPPED_SEARCH = SearchConfig()
+
+
 @dataclass(frozen=True)
 class FilterConfig:
     """Launch of the Hopper kernel of the filters: ``cluster`` blocks a row; ``resident``: they hold the row on chip."""
 
     cluster: int
     resident: bool
-    search: SearchConfig = SearchConfig()
+    search: SearchConfig = SHIPPED_SEARCH
 
     def chunk(self, vocab: int) -> int:
         """Ids of a block, a multiple of the noise's 128."""

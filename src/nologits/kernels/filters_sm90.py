@@ -17,7 +17,8 @@ _THREADS = 512
 _ELEMENTS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 _POINTERS = (
-    "logits", "temperature", "top_k", "top_p", "min_p", "seed", "position", "entropy", "out", "tokens", "logprobs", "log_masses",
+    "logits", "temperature", "top_k", "top_p", "min_p", "seed", "position", "entropy",
+    "out", "tokens", "logprobs", "log_masses",
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{name}" for name in ("logits", "out", "temperature", "top_k", "top_p", "min_p", "seed", "position"))
 

@@ -249,7 +249,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     u32 turn = 0;
     const Slot* parts;
     float cut = infinity();
-    if (top_k && !(request.min_p > 0.0)) {
+    if (TRUNCATE && TIERED && top_k && !(request.min_p > 0.0)) {
         const float any = as_float(logits[0]), shift = fabsf(any) < infinity() ? any : 0.0f;
         cut = truncation(reduce_row(work.exchange, turn, chunk_sample(chunk, shift), parts), shift, p.V, request.top_k);
         if (!(cut == cut)) cut = infinity();

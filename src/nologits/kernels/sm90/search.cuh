@@ -389,7 +389,7 @@ __device__ __forceinline__ Found cut_copies(const Search& s, int key, u32 kept, 
 // Where sigma-truncation cuts: a normal row of the sample's mean and deviation has about SURVIVORS elements, or twice k, above it.
 __device__ __forceinline__ float truncation(const Sample& sample, float shift, int vocab, u64 k) {
     const float share = max(static_cast<u64>(SURVIVORS), 2 * k) / static_cast<float>(vocab), inverse = 1.0f / sample.count;
-    if (!TRUNCATE || !TIERED || !(share < 0.5f) || 2 * k > LISTED / 2) return infinity();
+    if (!(share < 0.5f) || 2 * k > LISTED / 2) return infinity();
     const float mean = sample.sum * inverse, sigma = sqrtf(sample.squares * inverse - mean * mean);
     return shift + mean - sigma * normcdfinvf(share);
 }
