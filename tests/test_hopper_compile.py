@@ -1,13 +1,14 @@
-"""The Hopper kernels compile without spills, wherever CUDA's compiler is: no GPU needed."""
+"""The Hopper kernels compile without spills (the filters' search: with few), wherever CUDA's compiler is: no GPU needed."""
 
 import itertools
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from nologits.kernels.config import HOPPER_CONFIGS
+from nologits.kernels.config import HOPPER_CONFIGS, filter_config
 
 NVCC = shutil.which("nvcc")
 SOURCES = Path(__file__).parents[1] / "src/nologits/kernels/sm90"
@@ -19,6 +20,16 @@ FEATURES = {
     "sparse bias": {"MASS": 1, "SPARSE_BIAS": 1},
 }
 OFF = dict.fromkeys(("GREEDY", "MASS", "RAW", "BIAS", "HEAD_SCALE", "SOFTCAP", "LOGIT_BIAS", "SPARSE_BIAS", "ALLOWED"), 0)
+FILTERED = {
+    "mask": {"MASK": 1, "DRAW": 0, "LOGPROBS": 0},
+    "draw": {"MASK": 0, "DRAW": 1, "LOGPROBS": 0},
+    "draw with logprobs": {"MASK": 0, "DRAW": 1, "LOGPROBS": 1},
+}
+FILTER_CONFIGS = {
+    str(config): config
+    for config in itertools.starmap(filter_config, itertools.product((1_000, 32_000, 151_936, 1 << 20), (1, 9), (2, 4)))
+}
+"""All that :func:`filter_config` returns: one, eight or sixteen blocks a row that hold it, and sixteen that do not."""
 
 
 def compile_kernel(source, defines, target):
@@ -55,3 +66,22 @@ def test_the_merge_kernel_does_not_spill(greedy, masses, tmp_path):
     report = compile_kernel(SOURCES / "merge.cu", {"GREEDY": greedy, "MASS": masses, "RAW": masses}, tmp_path / "merge.cubin")
     assert " 0 bytes spill stores" in report, report
     assert "warning" not in report, report
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+@pytest.mark.parametrize("outputs", FILTERED)
+@pytest.mark.parametrize("element", [1, 2, 3], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("config", FILTER_CONFIGS)
+def test_the_filters_kernel_spills_little(config, element, outputs, tmp_path):
+    """Two blocks of 512 threads a multiprocessor leave a thread 64 registers. The search, which keeps the state of a whole row,
+    spills 80 to 180 bytes around its sweeps, not inside them; more would mean that a sweep spills."""
+    launch = {"CLUSTER": FILTER_CONFIGS[config].cluster, "RESIDENT": int(FILTER_CONFIGS[config].resident), "ELEMENT": element}
+    defines = launch | FILTERED[outputs] | FILTER_CONFIGS[config].search._asdict()
+    report = compile_kernel(SOURCES / "filters.cu", defines, tmp_path / "filters.cubin")
+    assert max(int(size) for size in re.findall(r"(\d+) bytes spill stores", report)) <= 256, report
+    assert "warning" not in report, report
+
+
+def test_every_launch_of_the_filters_kernel_is_compiled():
+    launches = {(config.cluster, config.resident) for config in FILTER_CONFIGS.values()}
+    assert launches == {(1, True), (8, True), (16, True), (16, False)}
