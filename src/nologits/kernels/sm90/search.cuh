@@ -417,7 +417,8 @@ __device__ __forceinline__ Found find_boundary(const Search& s, const Found& flo
                      floor_mass * 0x1p-40f);
         const Slot* parts;
 #if ARITY == 0
-        if (mass && TIERED && !known && s.scale.slope < infinity() && fabsf(s.scale.peak) < infinity()) {
+        // Nothing to estimate where the range is empty, or masses are not finite.
+        if (mass && TIERED && !known && range.first > floor_key && s.scale.slope < infinity() && fabsf(s.scale.peak) < infinity()) {
             const Estimate guess = estimate(s, bracket.first, bracket.last, floor_key, list, parts);
             Found result;
             if (guess.count <= LISTED && settle(s, guess, parts, list, p, floor_mass, result)) return result;
