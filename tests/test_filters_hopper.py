@@ -32,6 +32,7 @@ def only_hopper(monkeypatch):
     """Leaves the Hopper implementation nothing of the portable paths to run instead of its kernel."""
     from nologits import fused, hopper
 
+    monkeypatch.setattr(hopper, "FILTER_KERNEL", True, raising=False)
     monkeypatch.setattr(hopper, "filtered", SimpleNamespace(row_blocks=filtered.row_blocks))
     monkeypatch.setattr(hopper, "fused", SimpleNamespace(KernelSource=fused.KernelSource))
 
@@ -114,13 +115,13 @@ def check_families(families, batch, vocab, dtype, turns):
         logits, draw = rows_of(family, batch, vocab, dtype, seed=batch), random.Random(about)
         requests = [request_of(names, draw, vocab, rows) for names in MODES for rows in (0, batch) for _ in range(turns)]
         compared += sum(check_sets(logits, request, about) for request in requests)
-    assert compared > 0.6 * len(families) * 2 * len(MODES) * turns * batch
+    assert compared > 0.9 * len(families) * 2 * len(MODES) * turns * batch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(12, 33), (12, 1_000), (12, 5_000), (12, 20_000), (8, 151_936), (9, 151_936), (2, 1 << 20)])
 def test_sets_equal_the_sort(shape, dtype):
-    """Of 36,180 rows in all, so more than 20,000 are compared. A million fp32 logits are more than a cluster holds."""
+    """Of 36,180 rows in all, so more than 32,000 are compared. A million fp32 logits are more than a cluster holds."""
     check_families(MADE, *shape, dtype, turns=2)
 
 
@@ -272,7 +273,7 @@ def test_draws_are_the_references(vocab, dtype, mode):
     logits, draw = mixed(27, vocab, dtype), random.Random(vocab)
     requests = [request_with_keys(names, draw, vocab, 27, "given") for names in MODES]
     requests += [request_with_keys(MODES[-1], draw, vocab, 27, seeds) for seeds in ("some", "none", "unsigned")]
-    requests += [nl.SamplingParams(**request_of(names, draw, vocab), seed=7, position=9) for names in MODES[1:]]
+    requests += [nl.SamplingParams(**one, temperature=0.7, seed=7) for one in ({"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1})]
     for params in (*requests, nl.SamplingParams(top_k=50, top_p=0.95, seed=torch.arange(27, device=DEVICE))):
         check_draws(lambda p=params: nl.sample_logits(logits, p, logprobs=mode, impl="hopper"), logits, params, mode)
 
@@ -362,9 +363,8 @@ def test_copies_of_the_boundary_stay_by_id(config, dtype, force):
     """Copies spread over all blocks, fewer and more than a list holds; what is below them has no mass."""
     vocab, cases = 20_000, []  # copies, ids above them, k, p, min-p, how many are kept
     for copies in (2, 300, 512, 513, 600, 5_000):
-        half = copies // 2
-        cases += [(copies, above, above + k, 1.0, 0.0, above + k) for above in (0, 10) for k in (1, half, copies)]
-        for k, left in ((0, copies), (half, half), (vocab - 1, copies)):
+        cases += [(copies, above, above + k, 1.0, 0.0, above + k) for above in (0, 10) for k in (1, copies // 2, copies)]
+        for k, left in ((0, copies), (copies // 2, copies // 2), (vocab - 1, copies)):
             cases += [(copies, 0, k, 0.5, min_p, -(-left // 2)) for min_p in (0.0, 0.5, 1.0)] + [(copies, 0, k, 1.0, 0.5, left)]
     logits = torch.randn(len(cases), vocab, generator=torch.Generator().manual_seed(2)).round() - 60
     want = torch.zeros_like(logits, dtype=torch.bool)

@@ -16,9 +16,15 @@ struct alignas(16) Slot {
     u64 words[6];
 };
 
+// Two of each, used in turn: between two uses of the same one lies a barrier, after which nobody reads what was there.
 struct Exchange {
-    Slot board[2][CLUSTER];  // what each block of the cluster said; two, so that nobody overwrites what others still read
-    Slot scratch[2][WARPS];
+    Slot board[2][CLUSTER];  // what each block of the cluster said
+    Slot scratch[2][WARPS];  // what each warp of this block said
+};
+
+// How often each was used. They count apart: most reductions are a block's own, and do not wait for the others.
+struct Turns {
+    u32 board, scratch;
 };
 
 __device__ __forceinline__ u32 remote_address(const void* pointer, u32 rank) {
@@ -106,11 +112,10 @@ __device__ __forceinline__ T reduce_block(Slot (&scratch)[WARPS], const T& mine)
 
 // Over a row; known to all threads. `parts` becomes what each block has.
 template <typename T>
-__device__ __forceinline__ T reduce_row(Exchange& exchange, u32& turn, const T& mine, const Slot*& parts) {
+__device__ __forceinline__ T reduce_row(Exchange& exchange, Turns& turns, const T& mine, const Slot*& parts) {
     static_assert(sizeof(T) <= sizeof(Slot), "fits a slot");
-    Slot(&board)[CLUSTER] = exchange.board[turn & 1];
-    Slot(&scratch)[WARPS] = exchange.scratch[turn & 1];
-    ++turn;
+    Slot(&board)[CLUSTER] = exchange.board[turns.board++ & 1];
+    Slot(&scratch)[WARPS] = exchange.scratch[turns.scratch++ & 1];
     const int lane = threadIdx.x & 31;
     const T of_warp = mine.over_lanes();
     if (lane == 0) *reinterpret_cast<T*>(&scratch[threadIdx.x >> 5]) = of_warp;

@@ -160,7 +160,7 @@ __device__ __forceinline__ Drawn draw_listed(const Search& s, u32 kept, const St
         const u32 low = id & 8 ? words[0].y : words[0].x, high = id & 8 ? words[0].w : words[0].z;
         keep_drawn(drawn, value_of(key_of_entry(entry)), id, id & 64 ? high : low, spread);
     }
-    Slot(&scratch)[WARPS] = s.work.exchange.scratch[s.turn++ & 1];
+    Slot(&scratch)[WARPS] = s.work.exchange.scratch[s.turns.scratch++ & 1];
     return reduce_block(scratch, drawn);
 }
 
@@ -246,22 +246,22 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __syncthreads();
 
     // Statistics, and what survives sigma-truncation
-    u32 turn = 0;
+    Turns turns = {};
     const Slot* parts;
     float cut = infinity();
     if (TRUNCATE && TIERED && top_k && !(request.min_p > 0.0)) {
         const float any = as_float(logits[0]), shift = fabsf(any) < infinity() ? any : 0.0f;
-        cut = truncation(reduce_row(work.exchange, turn, chunk_sample(chunk, shift), parts), shift, p.V, request.top_k);
+        cut = truncation(reduce_row(work.exchange, turns, chunk_sample(chunk, shift), parts), shift, p.V, request.top_k);
         if (!(cut == cut)) cut = infinity();
     }
-    const Statistics stats = reduce_row(work.exchange, turn, chunk_statistics(chunk, cut, work), parts);
+    const Statistics stats = reduce_row(work.exchange, turns, chunk_statistics(chunk, cut, work), parts);
     const bool valid = request.possible && !stats.broken && stats.count;
 
     // Boundary
     u32 listed = 0;  // the list's first so many entries are all that is kept, if not 0
     Found found = {{key_of(-infinity()), NO_ID}, 0};
     const Scale scale = make_scale(value_of(stats.peak), request.temperature);
-    const Search search = {work, chunk, stats, scale, turn};
+    const Search search = {work, chunk, stats, scale, turns};
     fill_table(work.table, scale);
     __syncthreads();
     if (valid) {
@@ -300,7 +300,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             drawn = draw_listed(search, listed, stream, spread);
         } else {
             drawn = draw(search, found.boundary, stream, spread);
-            drawn = reduce_row(work.exchange, turn, drawn, parts);
+            drawn = reduce_row(work.exchange, turns, drawn, parts);
         }
     }
     if (threadIdx.x == 0 && row_rank() == 0) {

@@ -63,7 +63,7 @@ __device__ __forceinline__ void sort_list(const Search& s, u32 count, Entry mine
 __device__ __forceinline__ u32 masses_needed(const Search& s, u32 count, u64 above, double p, double target) {
     const u64 mine = threadIdx.x < count ? s.units_of(key_of_entry(s.work.sorted[threadIdx.x])) : 0;
     u64 total;
-    const u64 through = scan_masses(s.work.exchange.scratch[s.turn++ & 1], mine, total);
+    const u64 through = scan_masses(s.work.exchange.scratch[s.turns.scratch++ & 1], mine, total);
     if (p < 1.0) target = fmax(p * static_cast<double>(total), 0.5);
     return __syncthreads_count(threadIdx.x < count && static_cast<double>(above + through - mine) < target);
 }
@@ -85,7 +85,7 @@ __device__ __forceinline__ bool settle(const Search& s, const Estimate& around, 
     sort_list(s, count, listed_entry(s, count, parts, list));
     const u64 mine = threadIdx.x < count ? s.units_of(key_of_entry(s.work.sorted[threadIdx.x])) : 0;
     u64 inside;
-    const u64 through = scan_masses(s.work.exchange.scratch[s.turn++ & 1], mine, inside);
+    const u64 through = scan_masses(s.work.exchange.scratch[s.turns.scratch++ & 1], mine, inside);
     const double above = static_cast<double>(around.above), total = above + static_cast<double>(inside + around.below + floor_mass);
     const double doubt = (1.0 - p) * around.above_error + p * around.below_error + total * 0x1p-44;
     const double before = above + static_cast<double>(through - mine) - p * total, after = before + static_cast<double>(mine);
@@ -136,7 +136,7 @@ __device__ __forceinline__ int find_pivot(const Search& s, int key, u64 each, in
             pivot[j] = static_cast<int>(static_cast<u32>(low) + stride * (j + 1) + 1);
             if (inside && key >= pivot[j]) sums.from[j] = each;
         }
-        sums = reduce_block(s.work.exchange.scratch[s.turn++ & 1], sums);
+        sums = reduce_block(s.work.exchange.scratch[s.turns.scratch++ & 1], sums);
         if (sums.smallest >= sums.largest) return sums.largest;
         int next_low = sums.smallest, next_high = sums.largest;
         u64 next_above = above;

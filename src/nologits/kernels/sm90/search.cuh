@@ -133,7 +133,7 @@ struct Search {
     const Chunk& chunk;
     const Statistics& stats;
     const Scale& scale;
-    u32& turn;
+    Turns& turns;
 
     __device__ __forceinline__ u64 units_of(int key) const { return units(value_of(key), scale, work.table); }
 };
@@ -171,7 +171,7 @@ __device__ __forceinline__ Probe<mass> probe(const Search& s, int first, int las
             if (place < LISTED) work.list[list][place] = make_entry(key, s.chunk.first + at + i);
         }
     });
-    return reduce_row(work.exchange, s.turn, mine, parts);
+    return reduce_row(work.exchange, s.turns, mine, parts);
 }
 
 // The same for masses in fp32. The error of a term: 2^-22 of the exponential and three roundings of its exponent y, |y| 2^-24 ln 2
@@ -220,7 +220,7 @@ __device__ __forceinline__ Estimate estimate(const Search& s, int first, int las
     mine.below = __double2ull_rn(below * 0x1p40);
     mine.above_error = __double2ull_ru(above_error * 1.01 * 0x1p40 + rounding);
     mine.below_error = __double2ull_ru(below_error * 1.01 * 0x1p40 + rounding);
-    return reduce_row(work.exchange, s.turn, mine, parts);
+    return reduce_row(work.exchange, s.turns, mine, parts);
 }
 
 // ---- a guess from a histogram
@@ -286,7 +286,7 @@ __device__ __forceinline__ void locate(const Search& s, Range& range, float targ
         all.count += count[i];
         if (count[i]) all.measure += count[i] * each[i];
     }
-    const Running running = scan_block(work.exchange.scratch[s.turn++ & 1], all);
+    const Running running = scan_block(work.exchange.scratch[s.turns.scratch++ & 1], all);
     if (share > 0.0f) target = share * (running.total.measure + rest);
 
     // The bin that reaches the target, and how far the boundary seems to lie from its edges
@@ -373,7 +373,7 @@ __device__ __forceinline__ int nth_copy(const Search& s, float value, u32 n, con
     }
     __syncthreads();
     const Slot* ignored;
-    return reduce_row(s.work.exchange, s.turn, Latest{id}, ignored).id;
+    return reduce_row(s.work.exchange, s.turns, Latest{id}, ignored).id;
 }
 
 // The first `kept` of the copies of a key.

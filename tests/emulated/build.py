@@ -1,0 +1,64 @@
+"""The filters' kernel compiled for the CPU, from a copy of its source in which little is replaced, and the launcher for it."""
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+HERE = Path(__file__).parent
+COPIED = ("filters.cu", "contract.cuh", "cluster.cuh", "chunk.cuh", "share.cuh", "search.cuh", "list.cuh")
+FLAGS = (
+    "-std=c++17 -O1 -march=native -ffp-contract=fast -fno-strict-aliasing -fvisibility=hidden -fno-gnu-unique -w -fPIC -shared"
+)
+
+
+def adapted(path):
+    """The text of a source file without what g++ cannot compile. The file must have, once, all that is known to be replaced."""
+    text, replaced = path.read_text(), (HERE / "replaced.txt").read_text()
+    pairs = re.findall(r"^- (.*)\n\+ (.*)$", replaced.partition(f"== {path.name}\n")[2].partition("\n==")[0], re.M)
+    for old, new in pairs:
+        text, count = re.subn(r"\s+".join(map(re.escape, old.split())), lambda _, new=new: new, text)
+        assert count == 1, f"{path.name} has {count} times: {old}"
+    assert not re.search(r"\basm\b|__shared__", text), path.name
+    return text
+
+
+def copy_sources(sources, folder):
+    """Makes ``folder`` what :func:`build` compiles."""
+    for name in COPIED:
+        (folder / name).write_text(adapted(sources / name))
+    (folder / "ptx.cuh").write_text('#include "ptx.h"\n')
+    for path in (*HERE.glob("*.h"), HERE / "filters.cpp"):
+        shutil.copy(path, folder)
+
+
+def build(gxx, folder, defines):
+    """The loaded library of the kernel under the macros ``defines``."""
+    macros = [f"-D{key}={value}" for key, value in defines]
+    target = folder / f"{hashlib.sha256(repr(macros).encode()).hexdigest()[:16]}.so"
+    command = [gxx, *FLAGS.split(), *macros, str(folder / "filters.cpp"), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    library = ctypes.CDLL(str(target))
+    library.launch.restype = ctypes.c_char_p
+    library.launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_ulonglong, ctypes.c_int]
+    return library
+
+
+@functools.cache
+def launcher():
+    """``filters_sm90``, also where CUDA's bindings are not installed: here it launches nothing by them."""
+    name = "nologits.kernels.filters_sm90"
+    importlib.import_module("nologits.kernels.arguments")  # what it imports besides is loaded before, and stays
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        bindings = ("cuda", "cuda.bindings", "cuda.bindings.driver", "cuda.bindings.nvrtc")
+        with mock.patch.dict(sys.modules, {part: mock.MagicMock() for part in bindings}):
+            return importlib.import_module(name)
