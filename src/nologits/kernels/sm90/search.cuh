@@ -5,7 +5,7 @@
 //
 //     guess a bracket of logits that holds the boundary      sigma-truncation, or a histogram of the range
 //     probe it: measure above and inside, inside on a list   one sweep over the row, exact
-//     boundary inside, and the list is short                 rank the list (list.cuh)
+//     boundary inside, and the list is short                 sort the list (list.cuh)
 //     otherwise                                              smaller range, new guess
 //
 // A guess costs time if it is wrong, never exactness: ranges shrink until a bracket is one value, whose copies go by id. For a top-p
@@ -17,7 +17,7 @@
 
 // Switches of the ablation, as shipped
 #ifndef ARITY
-#define ARITY 0       // 2, 3 or 4: the list is searched with so many parts a round, as in the paper; 0: it is ranked
+#define ARITY 0       // 2, 3 or 4: the list is searched with so many parts a round, as in the paper; 0: it is sorted
 #define TRUNCATE 1    // first guess of a top-k from the row's mean and deviation; 0: from a histogram of its whole range
 #define DUPLICATES 1  // 0: copies of the boundary value are all kept (wrong unless values differ)
 #define TIERED 1      // 0: no list, every level of the search sweeps the whole row
