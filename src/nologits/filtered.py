@@ -82,7 +82,7 @@ def filter_logits(logits: Tensor, source: Source, rows: RowParams, out: Tensor, 
 def select(source: Source, rows: RowParams, width: int, rank: Rank = count_ranked) -> Candidates:
     """The kept set of each row, sorted, in ``width`` columns (at least the largest count).
 
-    ``rank(logits, rows, width)`` gives the first ``width`` ids of each row in the contract's order, and how many of them are kept.
+    ``rank(logits, rows, width)`` gives each row's first ``width`` ids in the contract's order, and how many are kept.
     """
     batch, vocab, device = source.batch, source.vocab, source.device
     ids = torch.empty(batch, width, dtype=torch.int64, device=device)
