@@ -265,3 +265,12 @@ def test_the_launcher_has_the_kernels_parameters(kernel):
     fields = re.findall(r"^ +(?:const )?(\w+\*?) ([\w, ]+);", body, re.M)
     want = [(name, kinds.get(kind, ctypes.c_void_p)) for kind, names in fields for name in names.split(", ")]
     assert list(TOOLS["launcher"]().Params._fields_) == want
+
+
+@pytest.mark.parametrize("tail", [1e-5, 2.4e-9, 2.6e-9, 3.5e-9, 4e-9, 1e-12])
+def test_a_tail_of_rounded_units_is_cut_where_p_says(tail, kernel):
+    """A peak, and copies of a logit so far below that each has a few units of mass, or half a one rounded up, or none."""
+    kernel.config = FilterConfig(1, True)
+    logits = torch.tensor([-20.0, -27.5, -28.0, -28.35, -28.4, -28.45, -29.0])[:, None].repeat(1, 5_000)
+    logits[:, 1_700] = 0.0
+    check_sets(kernel, logits, {"top_p": 1 - tail})

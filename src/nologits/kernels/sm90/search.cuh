@@ -401,8 +401,8 @@ __device__ __forceinline__ Found find_boundary(const Search& s, const Found& flo
     const u64 floor_each = mass && floor.copies ? s.units_of(floor_key) : 0, floor_mass = floor.copies * floor_each;
     Range range = {max(floor_key + 1, s.stats.lowest), s.stats.peak, false};
     if (mass) {
-        // Below, all of the row together has less than the share 1 - p of the peak alone.
-        const float reach = log2_approx(s.stats.count / static_cast<float>(fmax(1.0 - p, 1e-13))) * 1.001f;
+        // Below, all of the row together has less than the share 1 - p of the peak alone; twice, for shares are rounded to units.
+        const float reach = log2_approx(2.0f * s.stats.count / static_cast<float>(fmax(1.0 - p, 1e-13))) * 1.001f;
         range.first = max(range.first, key_of(fmaxf(s.scale.lowest, s.scale.peak - reach / s.scale.slope)));
     }
     range.first = min(range.first, range.last);  // nothing but copies of the floor: one probe says so
