@@ -16,7 +16,7 @@ from nologits.selection import count_sorted
 from nologits.sources import transform
 from nologits.testing import FAMILIES, UnavailableError, kept_sets, make_logits
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(hopper_obstacle(DEVICE)), reason=hopper_obstacle(DEVICE) or "-")]
 
 INF, NAN = float("inf"), float("nan")

@@ -15,6 +15,9 @@ typedef unsigned short Element;
 
 constexpr int PIECE = 4 * THREADS;  // ids of one step of a sweep, four a thread; a bulk copy brings one piece
 constexpr int MAX_PIECES = 128;
+#ifndef UNDERWAY
+#define UNDERWAY (RESIDENT ? 1 : 4)  // pieces that a sweep asks for together
+#endif
 
 __device__ __forceinline__ float as_float(Element bits) {
 #if ELEMENT == 1
@@ -46,6 +49,17 @@ struct alignas(4 * sizeof(Element)) Quad {
     Element e[4];
 };
 
+// Past the L1 cache, where a sweep would only displace itself.
+__device__ __forceinline__ Quad load_cached(const Element* source) {
+    Quad quad;
+#if ELEMENT == 1
+    *reinterpret_cast<uint4*>(&quad) = __ldcg(reinterpret_cast<const uint4*>(source));
+#else
+    *reinterpret_cast<uint2*>(&quad) = __ldcg(reinterpret_cast<const uint2*>(source));
+#endif
+    return quad;
+}
+
 // Written once and not read again: the cache keeps the rows that are yet to come.
 __device__ __forceinline__ void store_streaming(Element* target, const Quad& quad) {
 #if ELEMENT == 1
@@ -57,11 +71,11 @@ __device__ __forceinline__ void store_streaming(Element* target, const Quad& qua
 
 struct Chunk {
     const Element* global;  // of its first id
-    Element* shared;        // whole pieces, -inf beyond the chunk
+    Element* shared;        // whole pieces, -inf beyond the chunk; only if resident
     u64* barriers;          // one a piece
     int first;              // id
     int count;              // ids, maybe none
-    bool bulk;              // arrives by bulk copies
+    bool aligned;           // to 16 bytes in memory
 
     __device__ __forceinline__ int steps() const { return (count + PIECE - 1) / PIECE; }
 
@@ -69,41 +83,46 @@ struct Chunk {
 #if RESIDENT
         return as_float(shared[at]);
 #else
-        return at < count ? as_float(global[at]) : -infinity();
+        return at < count ? as_float(__ldcg(global + at)) : -infinity();
 #endif
     }
 
     // Four neighbouring logits.
-    __device__ __forceinline__ void load(int at, float (&x)[4]) const {
+    __device__ __forceinline__ Quad load(int at) const {
 #if RESIDENT
-        const Quad quad = *reinterpret_cast<const Quad*>(shared + at);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = as_float(quad.e[i]);
+        return *reinterpret_cast<const Quad*>(shared + at);
 #else
+        if (aligned && at + 4 <= count) return load_cached(global + at);
+        Quad quad;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = load_one(at + i);
+        for (int i = 0; i < 4; ++i) quad.e[i] = at + i < count ? __ldcg(global + at + i) : as_element(-infinity());
+        return quad;
 #endif
     }
 
     // Calls step(x, at) for all quads, every thread as often as the others.
     template <typename Step>
     __device__ __forceinline__ void sweep(Step step) const {
-        const int end = steps() * PIECE;
-#pragma unroll 1
-        for (int at = 4 * threadIdx.x; at < end; at += PIECE) {
-            float x[4];
-            load(at, x);
-            step(x, at);
-        }
+        sweep_pieces(steps(), [](int) {}, step);
+    }
+
+    // The first sweeps, piece by piece as they arrive, of the first `pieces` of them.
+    template <typename Step>
+    __device__ __forceinline__ void sweep_arriving(int pieces, Step step) const {
+        auto arrived = [&](int piece) {
+#if RESIDENT
+            if (aligned) barrier_wait(shared_address(barriers + piece), 0);
+#endif
+        };
+        sweep_pieces(min(pieces, steps()), arrived, step);
     }
 
     // Starts bringing it on chip. Threads need a barrier before `sweep_arriving`.
     __device__ __forceinline__ void fetch() {
 #if RESIDENT
         constexpr int ALIGNED = 16 / sizeof(Element);
-        bulk = (reinterpret_cast<u64>(global) & 15) == 0;
-        const int copied = bulk ? count / ALIGNED * ALIGNED : 0;
-        if (bulk && threadIdx.x < 32) {
+        const int copied = aligned ? count / ALIGNED * ALIGNED : 0;
+        if (aligned && threadIdx.x < 32) {
             for (int s = threadIdx.x; s < steps(); s += 32) barrier_init(shared_address(barriers + s), 1);
             barrier_init_fence();
             for (int s = threadIdx.x; s < steps(); s += 32) {
@@ -116,18 +135,25 @@ struct Chunk {
 #endif
     }
 
-    // The first sweeps, piece by piece as they arrive, of the first `pieces` of them.
-    template <typename Step>
-    __device__ __forceinline__ void sweep_arriving(int pieces, Step step) const {
+  private:
+    template <typename Before, typename Step>
+    __device__ __forceinline__ void sweep_pieces(int pieces, Before before, Step step) const {
 #pragma unroll 1
-        for (int s = 0; s < min(pieces, steps()); ++s) {
-#if RESIDENT
-            if (bulk) barrier_wait(shared_address(barriers + s), 0);
-#endif
-            float x[4];
-            const int at = s * PIECE + 4 * threadIdx.x;
-            load(at, x);
-            step(x, at);
+        for (int piece = 0; piece < pieces; piece += UNDERWAY) {
+            Quad quads[UNDERWAY];
+#pragma unroll
+            for (int u = 0; u < UNDERWAY; ++u) {
+                before(piece + u);
+                quads[u] = load((piece + u) * PIECE + 4 * threadIdx.x);
+            }
+#pragma unroll
+            for (int u = 0; u < UNDERWAY; ++u) {
+                if (UNDERWAY > 1 && piece + u >= pieces) break;
+                float x[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[i] = as_float(quads[u].e[i]);
+                step(x, (piece + u) * PIECE + 4 * static_cast<int>(threadIdx.x));
+            }
         }
     }
 };

@@ -216,13 +216,12 @@ __device__ __forceinline__ void write_kept(const Params& p, const Chunk& chunk, 
     const Element dropped = as_element(p.mask_value);
     const bool whole = (reinterpret_cast<u64>(out) & (sizeof(Quad) - 1)) == 0;
     for (int at = 4 * threadIdx.x; at < chunk.count; at += PIECE) {
-        float x[4];
-        chunk.load(at, x);
-        Quad quad;
+        Quad quad = chunk.load(at);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool keep = valid && (x[i] > above || (x[i] == equal && chunk.first + at + i <= boundary.last_id));
-            quad.e[i] = keep ? as_element(x[i]) : dropped;
+            const float x = as_float(quad.e[i]);
+            const bool keep = valid && (x > above || (x == equal && chunk.first + at + i <= boundary.last_id));
+            if (!keep) quad.e[i] = dropped;
         }
         if (whole && at + 4 <= chunk.count) {
             store_streaming(out + at, quad);
@@ -237,13 +236,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __shared__ Workspace work;
     const int row = blockIdx.x / CLUSTER, first = row_rank() * p.chunk;
     const Element* const logits = p.logits + row * p.stride_logits;
-    Chunk chunk = {logits + first, reinterpret_cast<Element*>(memory), work.barriers, first, max(0, min(p.chunk, p.V - first)), false};
+    Chunk chunk = {logits + first, reinterpret_cast<Element*>(memory), work.barriers, first, max(0, min(p.chunk, p.V - first)),
+                   (reinterpret_cast<u64>(logits + first) & 15) == 0};
     chunk.fetch();
     if (threadIdx.x == 0 && row < p.rows - p.ahead) prefetch_chunk(chunk.global + p.ahead * p.stride_logits, chunk.count);
     if (threadIdx.x == 0) work.listed = 0;
     const Request request = make_request(p, row);
     const bool top_k = request.top_k > 0 && request.top_k < p.V;
-    __syncthreads();
+    sync_row();  // also: all blocks have started, and can be written to
 
     // Statistics, and what survives sigma-truncation
     Turns turns = {};

@@ -358,16 +358,15 @@ __device__ __forceinline__ int nth_copy(const Search& s, float value, u32 n, con
         u32 turn = 0, passed = 0;         // the other blocks do not take these turns
         for (int base = 0; base < s.chunk.count; base += PIECE) {
             const int at = base + 4 * threadIdx.x;
-            float x[4];
-            s.chunk.load(at, x);
+            const Quad quad = s.chunk.load(at);
             u32 count = 0;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) count += x[i] == value;
+            for (int i = 0; i < 4; ++i) count += as_float(quad.e[i]) == value;
             const Running running = scan_block(s.work.exchange.scratch[turn++ & 1], {count, 0.0f});
             u32 before = passed + running.through.count - count;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (x[i] == value && ++before == n) id = s.chunk.first + at + i;
+                if (as_float(quad.e[i]) == value && ++before == n) id = s.chunk.first + at + i;
             passed += running.total.count;
         }
     }
