@@ -43,17 +43,17 @@ def build(tmp_path_factory):
 def kernel(build, monkeypatch):
     """The launcher with the emulation for a GPU; what is set on it (``config``, ``seed``, ``poison``) is how it launches."""
     module = TOOLS["launcher"]()
-    how = SimpleNamespace(config=FilterConfig(8, True), seed=0, poison=0xFF)
+    how = SimpleNamespace(config=FilterConfig(8), seed=0, poison=0xFF, gathered=8192)
 
     def load(name, entry, threads, shared, defines, index):
         assert (name, entry, threads) == ("filters", "filter_rows", 512)
-        library, cluster = build(defines), dict(defines)["CLUSTER"]
+        library, cluster = build((*defines, ("GATHERED", how.gathered))), dict(defines)["CLUSTER"]
         assert library.params_bytes() == ctypes.sizeof(module.Params)
 
         def launch(grid, arguments, device):
             (params,) = arguments
-            assert grid == (params.rows * cluster, 1)
-            failure = library.launch(ctypes.addressof(params), params.rows, shared, how.seed, how.poison)
+            assert grid[0] % cluster == 0 and grid[1] == 1
+            failure = library.launch(ctypes.addressof(params), grid[0] // cluster, shared, how.seed, how.poison)
             assert not failure, failure.decode()
 
         return SimpleNamespace(launch=launch)
@@ -130,23 +130,24 @@ def check_draws(kernel, logits, request, mode):
         torch.testing.assert_close(a.flatten()[~differ], b[~differ], rtol=1e-6, atol=1e-5, equal_nan=True)
 
 
-SHAPES = [  # V, blocks a row, they hold it, dtype
-    (33, 1, True, F32), (1_000, 8, True, BF16), (5_000, 1, True, F16),
-    (5_000, 2, False, F32), (20_000, 8, True, F32), (20_000, 2, True, BF16),
+SHAPES = [  # V, blocks a row, logits that a block can put aside, dtype
+    (33, 1, 8192, F32), (1_000, 8, 8192, BF16), (5_000, 1, 8192, F16), (5_000, 2, 1024, F32),
+    (20_000, 8, 8192, F32), (20_000, 8, 512, F16), (20_000, 2, 8192, BF16), (20_000, 1, 1024, F32),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("vocab", "cluster", "resident", "dtype"), SHAPES, ids=str)
-def test_sets_of_every_family(vocab, cluster, resident, dtype, kernel):
-    kernel.config = FilterConfig(cluster, resident)
+@pytest.mark.parametrize(("vocab", "cluster", "gathered", "dtype"), SHAPES, ids=str)
+def test_sets_of_every_family(vocab, cluster, gathered, dtype, kernel):
+    """Rows that are put aside as they are, and rows of which a sample says what to put aside."""
+    kernel.config, kernel.gathered = FilterConfig(cluster), gathered
     for family in MADE:
         requests = REQUESTS if cluster < 8 else random.Random(family).sample(REQUESTS, 12)
         check_sets(kernel, rows_of(family, len(requests), vocab, dtype), request_of(requests), f"{family} {vocab} {dtype}")
 
 
-@pytest.mark.parametrize(("cluster", "resident", "dtype"), [(8, True, F32), (16, True, BF16), (16, False, F16)], ids=str)
-def test_sets_of_a_large_vocabulary(cluster, resident, dtype, kernel):
-    kernel.config = FilterConfig(cluster, resident)
+@pytest.mark.parametrize(("cluster", "dtype"), [(1, F32), (8, F32), (16, BF16), (16, F16)], ids=str)
+def test_sets_of_a_large_vocabulary(cluster, dtype, kernel):
+    kernel.config = FilterConfig(cluster)
     check_sets(kernel, mixed(10, 151_936, dtype), request_of([*REQUESTS[10:15], REQUESTS[15], REQUESTS[1], *REQUESTS[19:22]]))
 
 
@@ -155,14 +156,14 @@ SEARCHES = [SearchConfig(TRUNCATE=0), SearchConfig(TIERED=0), SearchConfig(ARITY
 
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 def test_sets_of_every_search(search, kernel):
-    kernel.config = FilterConfig(2, True, search)
+    kernel.config = FilterConfig(2, search)
     for vocab in (4_999, 20_001):
         check_sets(kernel, mixed(30, vocab, F32), request_of(REQUESTS), str(search))
 
 
 def test_copies_that_are_all_kept_are_seen(kernel):
     """The control: without the rule for copies of the boundary value the comparison fails."""
-    kernel.config = FilterConfig(2, True, SearchConfig(DUPLICATES=0))
+    kernel.config = FilterConfig(2, SearchConfig(DUPLICATES=0))
     with pytest.raises(AssertionError, match=r"^ties: other sets"):
         check_sets(kernel, rows_of("ties", 30, 5_000, F32), request_of(REQUESTS), "ties")
 
@@ -171,7 +172,7 @@ def test_copies_that_are_all_kept_are_seen(kernel):
 @pytest.mark.parametrize("cluster", [2, 8])
 def test_sets_do_not_depend_on_the_order_of_threads(cluster, seed, kernel):
     """Nor on what lay in shared memory: numbers, not NaNs."""
-    kernel.config, kernel.seed, kernel.poison = FilterConfig(cluster, True), seed, 0x46
+    kernel.config, kernel.seed, kernel.poison = FilterConfig(cluster), seed, 0x46
     check_sets(kernel, mixed(30, 5_000, F32, seed), request_of(random.Random(seed).sample(REQUESTS, 30)), str(seed))
 
 
@@ -179,7 +180,7 @@ def test_sets_do_not_depend_on_the_order_of_threads(cluster, seed, kernel):
 @pytest.mark.parametrize("mode", [False, "processed"])
 @pytest.mark.parametrize(("vocab", "cluster", "dtype"), [(33, 1, BF16), (5_000, 1, BF16), (20_001, 2, F32)], ids=str)
 def test_draws(vocab, cluster, dtype, mode, seeds, kernel):
-    kernel.config, slots = FilterConfig(cluster, True), torch.arange(30)
+    kernel.config, slots = FilterConfig(cluster), torch.arange(30)
     seed = {"given": slots * 2**40, "some": slots % 3 - 1, "none": None}[seeds]
     request = request_of(random.Random(seeds).sample(REQUESTS, 30), wide=seeds != "some")
     request["temperature"][::7] = 0
@@ -189,14 +190,14 @@ def test_draws(vocab, cluster, dtype, mode, seeds, kernel):
 
 @pytest.mark.parametrize("mode", [False, "processed"])
 def test_draws_of_large_clusters_and_scalars(mode, kernel):
-    kernel.config = FilterConfig(8, True)
+    kernel.config = FilterConfig(8)
     check_draws(kernel, mixed(30, 20_000, F16), request_of(REQUESTS) | {"seed": torch.arange(30)}, mode)
     check_draws(kernel, mixed(9, 1_000, F16), {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "temperature": 0.7, "seed": 7}, mode)
 
 
 @pytest.mark.parametrize(("dtype", "vocab", "cluster"), [(BF16, 1_000, 1), (F32, 5_001, 2)], ids=str)
 def test_rows_without_a_token(dtype, vocab, cluster, kernel):
-    kernel.config = FilterConfig(cluster, True)
+    kernel.config = FilterConfig(cluster)
     logits, request = mixed(28, vocab, dtype), request_of([(50, 0.9, 0.02, 1.0)] * 28) | {"seed": torch.arange(28)}
     impossible = {"temperature": (NAN, -1.0, INF), "top_k": (-2,), "top_p": (NAN, 1.5, -0.5), "min_p": (NAN, 1.5)}
     for i, (key, value) in enumerate((key, value) for key, values in impossible.items() for value in values):
@@ -213,7 +214,7 @@ def test_rows_without_a_token(dtype, vocab, cluster, kernel):
 def test_infinite_logits_win(kernel):
     logits = mixed(9, 5_000, F32)
     logits[:, [4_998, 77]] = INF
-    kernel.config = FilterConfig(2, True)
+    kernel.config = FilterConfig(2)
     for filters in ((1, 1.0, 0.0), (0, 0.4, 0.0), (2, 1.0, 0.0), (0, 1.0, 0.5), (40, 0.9, 0.0)):
         check_sets(kernel, logits, request_of([(*filters, 1.0)] * 9))
         check_draws(kernel, logits, request_of([(*filters, 1.0)] * 9) | {"seed": torch.arange(9)}, "processed")
@@ -222,7 +223,7 @@ def test_infinite_logits_win(kernel):
 @pytest.mark.parametrize(("dtype", "vocab", "cluster"), [(F32, 999, 1), (BF16, 2_001, 2), (F16, 4_100, 1)], ids=str)
 def test_rows_are_read_and_written_where_they_lie(dtype, vocab, cluster, kernel):
     """Any pitch and offset, the output a part of something larger or the input itself; nothing else changes."""
-    kernel.config, rows, aligned = FilterConfig(cluster, True), mixed(9, vocab, dtype), -(-vocab // 64) * 64 + 64
+    kernel.config, rows, aligned = FilterConfig(cluster), mixed(9, vocab, dtype), -(-vocab // 64) * 64 + 64
     request = {"top_k": 300, "top_p": 0.9, "temperature": 2.0}
     for offset, pitch in ((8, aligned), (0, vocab), (3, aligned + 1)):
         whole = torch.full((18, pitch), 100.0, dtype=dtype)
@@ -242,14 +243,14 @@ def test_rows_are_read_and_written_where_they_lie(dtype, vocab, cluster, kernel)
 )
 def test_two_copies(request_, kept, kernel):
     """Where top-k has left one of two equal logits, top-p has nothing to add."""
-    kernel.config = FilterConfig(1, True)
+    kernel.config = FilterConfig(1)
     assert (check_sets(kernel, torch.zeros(1, 2), request_) > -INF).sum() == kept
 
 
 @pytest.mark.parametrize(("dtype", "cluster"), [(F32, 1), (BF16, 2), (F32, 8)], ids=str)
 def test_copies_of_the_boundary_stay_by_id(dtype, cluster, kernel):
     """Copies over all blocks, fewer and more than a list holds, cut by k, by p, and by p after k."""
-    kernel.config, cases = FilterConfig(cluster, True), []
+    kernel.config, cases = FilterConfig(cluster), []
     for copies in (2, 512, 513, 600, 2_500):
         cases += [(copies, above, above + k, 1.0, 0.0) for above in (0, 10) for k in (1, copies // 2, copies)]
         cases += [(copies, 0, k, p, min_p) for k in (0, copies // 2) for p in (0.3, 0.5) for min_p in (0.0, 1.0)]
@@ -270,7 +271,7 @@ def test_the_launcher_has_the_kernels_parameters(kernel):
 @pytest.mark.parametrize("tail", [1e-5, 2.4e-9, 2.6e-9, 3.5e-9, 4e-9, 1e-12])
 def test_a_tail_of_rounded_units_is_cut_where_p_says(tail, kernel):
     """A peak, and copies of a logit so far below that each has a few units of mass, or half a one rounded up, or none."""
-    kernel.config = FilterConfig(1, True)
+    kernel.config = FilterConfig(1)
     logits = torch.tensor([-20.0, -27.5, -28.0, -28.35, -28.4, -28.45, -29.0])[:, None].repeat(1, 5_000)
     logits[:, 1_700] = 0.0
     check_sets(kernel, logits, {"top_p": 1 - tail})

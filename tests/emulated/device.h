@@ -81,13 +81,6 @@ struct Warp {
     u64 slots[2][32];  // what the lanes gave; two, as a lane may be at the next meeting while others still read
 };
 
-struct Copy {  // a bulk copy on its way
-    void* target;
-    const void* source;
-    u32 bytes;
-    u64* barrier;
-};
-
 struct Block {
     Meeting meeting;
     u32 sums[2];  // of __syncthreads_count
@@ -95,7 +88,6 @@ struct Block {
     u32 rank;
     Block* cluster;
     char* shared;          // its shared memory, of `static_bytes` and `dynamic_bytes`, each between guards
-    std::vector<Copy> copies;
 };
 
 struct Shape {
@@ -240,7 +232,7 @@ inline const char* run_cluster(void (*kernel)(const void*), const void* with, Sh
     ready.clear();
     for (u32 b = 0; b < of.cluster; ++b) {
         char* const shared = first + b * of.bytes();
-        blocks[b] = {Meeting{of.threads}, {0, 0}, {row * of.cluster + b}, b, blocks.data(), shared, {}};
+        blocks[b] = {Meeting{of.threads}, {0, 0}, {row * of.cluster + b}, b, blocks.data(), shared};
         memset(shared + GUARD, poison, of.static_bytes);
         memset(shared + of.dynamic_at(), poison, of.dynamic_bytes);
     }
@@ -271,7 +263,6 @@ inline const char* run_cluster(void (*kernel)(const void*), const void* with, Sh
     for (u32 i = 0; i < count && !failure; ++i)
         if (*reinterpret_cast<u64*>(stacks + i * STACK) != 0x5A5A5A5A5A5A5A5A) failure = "a stack was too small";
     for (const Block& block : blocks) {
-        if (!failure && !block.copies.empty()) failure = "a block ended before its bulk copies";
         auto whole_guard = [&](u32 from, u32 to) {
             for (u32 i = from; i < to; ++i)
                 if (block.shared[i] != 0x5A && !failure) failure = "a write beyond an array in shared memory";

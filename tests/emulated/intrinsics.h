@@ -50,6 +50,12 @@ inline int atomicMin(int* at, int value) { return std::exchange(*at, value < *at
 inline int atomicMax(int* at, int value) { return std::exchange(*at, value > *at ? value : *at); }
 
 template <typename T>
+inline T __ldcg(const T* source) {
+    if (reinterpret_cast<uintptr_t>(source) % sizeof(T)) emulated::fail("a misaligned load");
+    return *source;
+}
+
+template <typename T>
 inline void __stcs(T* target, const T& value) {
     if (reinterpret_cast<uintptr_t>(target) % sizeof(T)) emulated::fail("a misaligned store");
     *target = value;

@@ -64,24 +64,14 @@ SHIPPED_SEARCH = SearchConfig()
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """Launch of the Hopper kernel of the filters: ``cluster`` blocks a row; ``resident``: they hold the row on chip."""
+    """Launch of the Hopper kernel of the filters: ``cluster`` blocks share each row."""
 
     cluster: int
-    resident: bool
     search: SearchConfig = SHIPPED_SEARCH
 
     def chunk(self, vocab: int) -> int:
         """Ids of a block, a multiple of the noise's 128."""
         return -(-vocab // (self.cluster * 128)) * 128
-
-    def shared_bytes(self, vocab: int, itemsize: int) -> int:
-        """Dynamic shared memory of a block: its chunk in whole pieces."""
-        return -(-self.chunk(vocab) // FILTER_PIECE) * FILTER_PIECE * itemsize if self.resident else 0
-
-    def rows_at_once(self, vocab: int, itemsize: int, processors: int) -> int:
-        """How many rows the chip works on together: two blocks a multiprocessor, or one where they are large."""
-        blocks = 2 if self.shared_bytes(vocab, itemsize) <= FILTER_CHUNK_BYTES // 2 else 1
-        return max(1, processors * blocks // self.cluster)
 
 
 TILES: dict[tuple[str, str], dict[int, TileConfig]] = {
@@ -158,18 +148,13 @@ def hopper_config(batch: int) -> HopperConfig:
     return HOPPER_SHARED_CLUSTERED if HOPPER_SHARED_CLUSTERED.fits(batch) else HOPPER_SHARED
 
 
-FILTER_PIECE = 2048
-"""Ids that a block of the filters' kernel takes in one step of a sweep."""
-
-FILTER_CHUNK_BYTES = 192 << 10
-"""What a block of the filters' kernel can hold of a row beside its workspace."""
+FILTER_GATHERED = 8192
+"""Logits that a block of the filters' kernel can put aside on chip."""
 
 
-def filter_config(vocab: int, batch: int, itemsize: int) -> FilterConfig:
-    """The launch of the filters' kernel: small rows by one block; few rows by large clusters, which share the work of each."""
-    if vocab <= 8192:
-        return FilterConfig(1, True)
-    by_8, by_16 = FilterConfig(8, True), FilterConfig(16, True)
-    few = batch <= 8 and vocab >= 65536
-    config = by_16 if few or by_8.shared_bytes(vocab, itemsize) > FILTER_CHUNK_BYTES else by_8
-    return config if config.shared_bytes(vocab, itemsize) <= FILTER_CHUNK_BYTES else FilterConfig(16, False)
+def filter_config(vocab: int, batch: int, processors: int) -> FilterConfig:
+    """The launch of the filters' kernel: as many blocks a row as the chip has room for, two a multiprocessor, at most 16."""
+    cluster = 1
+    while cluster < 16 and vocab > FILTER_GATHERED * cluster and 2 * cluster * batch <= 2 * processors:
+        cluster *= 2
+    return FilterConfig(cluster)

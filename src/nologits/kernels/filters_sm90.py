@@ -10,10 +10,11 @@ from torch import Tensor
 from ..params import RowParams
 from ..types import Samples
 from .arguments import on_device, stride_of, temperature_arguments
-from .config import FilterConfig, filter_config, multiprocessors
+from .config import FILTER_GATHERED, FilterConfig, filter_config, multiprocessors
 from .nvrtc import Kernel, load
 
 _THREADS = 512
+_GATHERED_BYTES = 8 * FILTER_GATHERED
 _ELEMENTS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 _POINTERS = (
@@ -30,7 +31,7 @@ class Params(ctypes.Structure):
         [(name, ctypes.c_void_p) for name in _POINTERS]
         + [(name, ctypes.c_int64) for name in (*_STRIDES, "top_k_value")]
         + [(name, ctypes.c_double) for name in ("top_p_value", "min_p_value")]
-        + [(name, ctypes.c_int32) for name in ("rows", "ahead", "V", "chunk", "top_k_wide", "top_p_wide", "min_p_wide")]
+        + [(name, ctypes.c_int32) for name in ("V", "chunk", "apart", "top_k_wide", "top_p_wide", "min_p_wide")]
         + [(name, ctypes.c_float) for name in ("temperature_value", "mask_value")]
     )
 
@@ -60,12 +61,11 @@ def filter_kernel(logits: Tensor, config: FilterConfig, outputs: dict[str, int])
     """The kernel for these outputs, compiled on first use."""
     features = {"MASK": 0, "DRAW": 0, "LOGPROBS": 0} | outputs
     defines = (
-        ("CLUSTER", config.cluster), ("ELEMENT", _ELEMENTS[logits.dtype]), ("RESIDENT", int(config.resident)),
+        ("CLUSTER", config.cluster), ("ELEMENT", _ELEMENTS[logits.dtype]),
         *features.items(), *config.search._asdict().items(),
     )  # fmt: skip
-    shared = config.shared_bytes(logits.shape[1], logits.element_size())
     index = logits.device.index if logits.device.index is not None else torch.cuda.current_device()
-    return load("filters", "filter_rows", _THREADS, shared, defines, index)
+    return load("filters", "filter_rows", _THREADS, _GATHERED_BYTES, defines, index)
 
 
 def _launch(
@@ -77,7 +77,7 @@ def _launch(
     config: FilterConfig | None = None,
 ) -> None:
     batch, vocab = logits.shape
-    config = config or filter_config(vocab, batch, logits.element_size())
+    config = config or filter_config(vocab, batch, multiprocessors(logits.device))
     temperature = temperature_arguments(rows)
     numbers = {name: getattr(rows, name) for name in ("top_k", "top_p", "min_p")}
     tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
@@ -91,8 +91,12 @@ def _launch(
         **{f"stride_{name}": stride_of(given.get(name), 0) for name in (stride.removeprefix("stride_") for stride in _STRIDES)},
         **{f"{name}_wide": int(tensor.element_size() == 8) for name, tensor in tensors.items()},
         **scalars,
-        rows=batch, ahead=config.rows_at_once(vocab, logits.element_size(), multiprocessors(logits.device)),
-        V=vocab, chunk=config.chunk(vocab), temperature_value=temperature["temperature_value"], mask_value=mask_value,
+        V=vocab, chunk=config.chunk(vocab), apart=_apart(logits, results.get("out")), temperature_value=temperature["temperature_value"], mask_value=mask_value,
     )  # fmt: skip
     with on_device(logits.device):
         filter_kernel(logits, config, outputs).launch((batch * config.cluster, 1), [params], logits.device)
+
+
+def _apart(logits: Tensor, out: Tensor | None) -> int:
+    """1 if the two surely share no memory."""
+    return int(out is None or logits.untyped_storage().data_ptr() != out.untyped_storage().data_ptr())

@@ -1,22 +1,15 @@
-// A block's chunk of a row of logits: brought on chip once, then swept as often as needed.
+// A block's chunk of a row of logits in memory, and how it is swept.
 #pragma once
 #include "cluster.cuh"
 
 #ifndef ELEMENT
-#define ELEMENT 1   // type of the logits: 1 fp32, 2 bf16, 3 fp16
-#define RESIDENT 1  // chunks fit in shared memory; 0: every sweep reads them from memory again
+#define ELEMENT 1  // type of the logits: 1 fp32, 2 bf16, 3 fp16
 #endif
 
 #if ELEMENT == 1
 typedef float Element;
 #else
 typedef unsigned short Element;
-#endif
-
-constexpr int PIECE = 4 * THREADS;  // ids of one step of a sweep, four a thread; a bulk copy brings one piece
-constexpr int MAX_PIECES = 128;
-#ifndef UNDERWAY
-#define UNDERWAY (RESIDENT ? 1 : 4)  // pieces that a sweep asks for together
 #endif
 
 __device__ __forceinline__ float as_float(Element bits) {
@@ -49,117 +42,81 @@ struct alignas(4 * sizeof(Element)) Quad {
     Element e[4];
 };
 
+#if ELEMENT == 1
+typedef uint4 QuadBits;
+#else
+typedef uint2 QuadBits;
+#endif
+
 // Past the L1 cache, where a sweep would only displace itself.
 __device__ __forceinline__ Quad load_cached(const Element* source) {
     Quad quad;
-#if ELEMENT == 1
-    *reinterpret_cast<uint4*>(&quad) = __ldcg(reinterpret_cast<const uint4*>(source));
-#else
-    *reinterpret_cast<uint2*>(&quad) = __ldcg(reinterpret_cast<const uint2*>(source));
-#endif
+    *reinterpret_cast<QuadBits*>(&quad) = __ldcg(reinterpret_cast<const QuadBits*>(source));
     return quad;
 }
 
-// Written once and not read again: the cache keeps the rows that are yet to come.
+// Written once and not read again: the cache keeps logits that are yet to be read.
 __device__ __forceinline__ void store_streaming(Element* target, const Quad& quad) {
-#if ELEMENT == 1
-    __stcs(reinterpret_cast<uint4*>(target), *reinterpret_cast<const uint4*>(&quad));
-#else
-    __stcs(reinterpret_cast<uint2*>(target), *reinterpret_cast<const uint2*>(&quad));
-#endif
+    __stcs(reinterpret_cast<QuadBits*>(target), *reinterpret_cast<const QuadBits*>(&quad));
 }
+
+// A thread's share of one step of a sweep: four quads, the ids of four groups whose noise comes together (contract.cuh).
+constexpr int QUADS = 4, STRIP = 32 * 4 * QUADS, STEP = WARPS * STRIP;  // ids of a warp's step, of a block's
+__device__ __forceinline__ int quad_offset(int quad) { return (quad & 1) * 8 + (quad >> 1) * 64; }
+__device__ __forceinline__ int lane_offset(int lane) { return (lane & 1) * 4 + (lane >> 1 & 3) * 16 + (lane >> 3) * 128; }
 
 struct Chunk {
     const Element* global;  // of its first id
-    Element* shared;        // whole pieces, -inf beyond the chunk; only if resident
-    u64* barriers;          // one a piece
     int first;              // id
     int count;              // ids, maybe none
-    bool aligned;           // to 16 bytes in memory
+    bool aligned;           // to a quad, in memory
 
-    __device__ __forceinline__ int steps() const { return (count + PIECE - 1) / PIECE; }
+    __device__ __forceinline__ int id(int at) const { return first + at; }
+    __device__ __forceinline__ int terms() const { return (count + STEP - 1) / STEP * 4 * QUADS; }  // logits of a thread
 
-    __device__ __forceinline__ float load_one(int at) const {
-#if RESIDENT
-        return as_float(shared[at]);
-#else
-        return at < count ? as_float(__ldcg(global + at)) : -infinity();
-#endif
-    }
-
-    // Four neighbouring logits.
+    // Four neighbouring logits, -inf beyond the chunk.
     __device__ __forceinline__ Quad load(int at) const {
-#if RESIDENT
-        return *reinterpret_cast<const Quad*>(shared + at);
-#else
         if (aligned && at + 4 <= count) return load_cached(global + at);
         Quad quad;
 #pragma unroll
         for (int i = 0; i < 4; ++i) quad.e[i] = at + i < count ? __ldcg(global + at + i) : as_element(-infinity());
         return quad;
-#endif
     }
 
-    // Calls step(x, at) for all quads, every thread as often as the others.
+    __device__ __forceinline__ void store(Element* chunk_of_out, int at, const Quad& quad) const {
+        Element* const target = chunk_of_out + at;
+        if ((reinterpret_cast<u64>(target) & (sizeof(Quad) - 1)) == 0 && at + 4 <= count) {
+            store_streaming(target, quad);
+        } else {
+            for (int i = 0; i < 4 && at + i < count; ++i) target[i] = quad.e[i];
+        }
+    }
+
+    // Calls step(quads, at) for all quads, four at a time: quad q starts at at + quad_offset(q). The lanes of a warp come together,
+    // warps come as often as they have strips.
+    template <typename Step>
+    __device__ __forceinline__ void sweep_strips(Step step) const {
+#pragma unroll 1
+        for (int strip = STRIP * (threadIdx.x >> 5); strip < count; strip += STEP) {
+            const int at = strip + lane_offset(threadIdx.x & 31);
+            Quad quads[QUADS];
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q) quads[q] = aligned && strip + STRIP <= count ? load_cached(global + at + quad_offset(q)) : load(at + quad_offset(q));
+            step(quads, at);
+        }
+    }
+
+    // Calls step(x, at) for all quads.
     template <typename Step>
     __device__ __forceinline__ void sweep(Step step) const {
-        sweep_pieces(steps(), [](int) {}, step);
-    }
-
-    // The first sweeps, piece by piece as they arrive, of the first `pieces` of them.
-    template <typename Step>
-    __device__ __forceinline__ void sweep_arriving(int pieces, Step step) const {
-        auto arrived = [&](int piece) {
-#if RESIDENT
-            if (aligned) barrier_wait(shared_address(barriers + piece), 0);
-#endif
-        };
-        sweep_pieces(min(pieces, steps()), arrived, step);
-    }
-
-    // Starts bringing it on chip. Threads need a barrier before `sweep_arriving`.
-    __device__ __forceinline__ void fetch() {
-#if RESIDENT
-        constexpr int ALIGNED = 16 / sizeof(Element);
-        const int copied = aligned ? count / ALIGNED * ALIGNED : 0;
-        if (aligned && threadIdx.x < 32) {
-            for (int s = threadIdx.x; s < steps(); s += 32) barrier_init(shared_address(barriers + s), 1);
-            barrier_init_fence();
-            for (int s = threadIdx.x; s < steps(); s += 32) {
-                const int at = s * PIECE, bytes = max(0, min(copied - at, PIECE)) * static_cast<int>(sizeof(Element));
-                barrier_expect_bytes(shared_address(barriers + s), bytes);
-                if (bytes) copy_bytes_once(shared_address(shared + at), global + at, shared_address(barriers + s), bytes);
-            }
-        }
-        for (int at = copied + threadIdx.x; at < steps() * PIECE; at += THREADS) shared[at] = at < count ? global[at] : as_element(-infinity());
-#endif
-    }
-
-  private:
-    template <typename Before, typename Step>
-    __device__ __forceinline__ void sweep_pieces(int pieces, Before before, Step step) const {
-#pragma unroll 1
-        for (int piece = 0; piece < pieces; piece += UNDERWAY) {
-            Quad quads[UNDERWAY];
+        sweep_strips([&](const Quad(&quads)[QUADS], int at) {
 #pragma unroll
-            for (int u = 0; u < UNDERWAY; ++u) {
-                before(piece + u);
-                quads[u] = load((piece + u) * PIECE + 4 * threadIdx.x);
-            }
-#pragma unroll
-            for (int u = 0; u < UNDERWAY; ++u) {
-                if (UNDERWAY > 1 && piece + u >= pieces) break;
+            for (int q = 0; q < QUADS; ++q) {
                 float x[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) x[i] = as_float(quads[u].e[i]);
-                step(x, (piece + u) * PIECE + 4 * static_cast<int>(threadIdx.x));
+                for (int i = 0; i < 4; ++i) x[i] = as_float(quads[q].e[i]);
+                step(x, at + quad_offset(q));
             }
-        }
+        });
     }
 };
-
-// Brings bytes of another row into the L2 cache, for the blocks that will want them next.
-__device__ __forceinline__ void prefetch_chunk(const Element* global, int count) {
-    constexpr int ALIGNED = 16 / sizeof(Element);
-    if ((reinterpret_cast<u64>(global) & 15) == 0 && count >= ALIGNED) prefetch_bytes(global, count / ALIGNED * 16);
-}

@@ -1,16 +1,19 @@
 // Top-k, top-p and min-p on rows of logits: the exact kept set, and what is made of it.
 //
-// A cluster of blocks takes one row. Each block brings its chunk on chip once (chunk.cuh); statistics, searches and results sweep
-// what is there, and the blocks tell each other counts and masses through their shared memory.
+// A cluster of blocks takes one row. A sample of the row says roughly where the largest logits begin (guess.cuh); while the row is
+// read once, those are put aside on chip (read.cuh). If the boundary lies among them, and that is certain, nothing is read twice
+// (list.cuh); otherwise the search sweeps the row again, out of the cache or memory (search.cuh). The blocks tell each other counts
+// and masses through their shared memory.
 //
 // Grid: CLUSTER blocks a row. MASK writes the kept logits, DRAW one token a row.
-#include "search.cuh"
-
 #ifndef MASK
 #define MASK 1      // filtered logits
 #define DRAW 0      // a draw from what is kept
 #define LOGPROBS 0  // with its log-probability
 #endif
+
+#include "read.cuh"
+#include "results.cuh"
 
 struct Params {
     const Element* logits;
@@ -28,17 +31,9 @@ struct Params {
     i64 stride_logits, stride_out, stride_temperature, stride_top_k, stride_top_p, stride_min_p, stride_seed, stride_position;
     i64 top_k_value;
     double top_p_value, min_p_value;
-    int rows, ahead;  // rows of logits; how many later is the row that the next blocks will take
-    int V, chunk, top_k_wide, top_p_wide, min_p_wide;
+    int V, chunk, apart;  // apart: `out` shares no memory with `logits`
+    int top_k_wide, top_p_wide, min_p_wide;
     float temperature_value, mask_value;
-};
-
-// What one row asks for.
-struct Request {
-    float temperature;
-    i64 top_k;
-    double top_p, min_p;
-    bool possible;
 };
 
 template <typename Wide, typename Narrow>
@@ -54,53 +49,8 @@ __device__ __forceinline__ Request make_request(const Params& p, int row) {
                        of_row<double, float>(p.min_p, p.min_p_wide, p.min_p_value, row * p.stride_min_p), true};
     auto share = [](double x) { return x >= 0.0 && x <= 1.0; };
     request.possible = possible(request.temperature) && request.top_k >= -1 && share(request.top_p) && share(request.min_p);
+    if (request.top_k < 0 || request.top_k >= p.V) request.top_k = 0;
     return request;
-}
-
-// Of the chunk's first piece. The sums only guide a guess.
-__device__ __forceinline__ Sample chunk_sample(const Chunk& chunk, float shift) {
-    Sample mine = Sample::nothing();
-    chunk.sweep_arriving(1, [&](const float(&x)[4], int) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const bool there = x[i] > -infinity();
-            const float value = there ? x[i] - shift : 0.0f;
-            mine.count += there;
-            mine.sum += value;
-            mine.squares = fmaf(value, value, mine.squares);
-        }
-    });
-    return mine;
-}
-
-// While the chunk arrives; logits from `cut` on go on list 0.
-__device__ __forceinline__ Statistics chunk_statistics(const Chunk& chunk, float cut, Workspace& work) {
-    Statistics mine = Statistics::nothing();
-    float peak = -infinity(), lowest = infinity();
-    chunk.sweep_arriving(chunk.steps(), [&](const float(&x)[4], int at) {
-        const float largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-        peak = fmaxf(peak, largest);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            mine.broken += x[i] != x[i];
-            if (x[i] > -infinity()) {
-                mine.count += 1;
-                lowest = fminf(lowest, x[i]);
-            }
-        }
-        if (!(largest >= cut)) return;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (!(x[i] >= cut)) continue;
-            const int key = key_of(x[i]);
-            mine.survivors += 1;
-            const u32 place = atomicAdd(&work.listed, 1);
-            if (place < LISTED) work.list[0][place] = make_entry(key, chunk.first + at + i);
-        }
-    });
-    mine.peak = key_of(peak);
-    mine.lowest = key_of(lowest);
-    return mine;
 }
 
 // The smallest key whose share of the peak's probability is at least min_p; by one warp.
@@ -127,108 +77,43 @@ __device__ __forceinline__ int lowest_likely(const Scale& scale, double min_p, f
     return high;
 }
 
-struct Drawn {
-    Candidate best;
-    u32 padding;
-    u64 kept, total;  // masses
-
-    __device__ __forceinline__ Drawn over_lanes() const {
-        Drawn drawn = {best, 0, 0, 0};
-#pragma unroll
-        for (int lanes = 16; lanes; lanes >>= 1) keep_better(drawn.best, shuffle_xor(drawn.best, lanes));
-#if LOGPROBS
-        drawn.kept = sum_lanes(kept);
-        drawn.total = sum_lanes(total);
+// A top-p of a row of which the largest logits are put aside and the others were weighed. True if the boundary lies among the former.
+__device__ __forceinline__ bool find_nucleus(const Search& far, const SearchIn<Gathered>& near, const Slot* parts, double p, Found& found) {
+    const Guess& guess = far.work.guess;
+    const Statistics& stats = far.work.stats;
+    const Scale& scale = far.work.scale;
+    const int top = key_of(guess.top);
+    const double unit = exp2((static_cast<double>(guess.anchor) - scale.peak) * scale.factor / PARTS);
+    const u64 below = __double2ull_rn(stats.below * unit), below_error = __double2ull_ru(stats.below_error * unit + 1.0);
+    Range others = guess.others;
+    u64 above = 0;  // mass of what is put aside
+#if ARITY == 0
+    if (stats.gathered <= LISTED) {
+        const Estimate around = {stats.gathered, 0, 0, 0, below, 0, below_error};
+        if (settle(near, around, parts, near.elements.entries, p, 0, found, above)) return true;
+    } else {
+        above = estimate(near, top, top - 1, top - 1, far.work.list[0], parts).above;
+        Range bracket = {top, stats.peak, false};
+        float ignored;
+        if (static_cast<double>(above) >= p * static_cast<double>(above + below)) {
+            locate<true>(near, bracket, {0.0f, 0.0f, static_cast<float>(p), below * 0x1p-40f}, ignored);
+            Estimate around = estimate(near, bracket.first, bracket.last, top - 1, far.work.list[0], parts);
+            around.below += below;
+            around.below_error += below_error;
+            if (around.count <= LISTED && settle(near, around, parts, far.work.list[0], p, 0, found, above)) return true;
+            if (around.count > LISTED && around.smallest == around.largest && settle_copies(near, around, parts, p, 0, found)) return true;
+            found = find_boundary<true>(far, found, 0, p);
+            return false;
+        }
+    }
+    float ignored;
+    const float share = above * 0x1p-40f;
+    narrow<true>(far, others, {0.0f, share, static_cast<float>(p), share}, ignored);
+    found = find_boundary<true>(far, found, 0, p, others);
+#else
+    found = find_boundary<true>(far, found, 0, p);
 #endif
-        return drawn;
-    }
-    static __device__ __forceinline__ Drawn nothing() { return {{NOTHING_ORDER, NO_TOKEN, 0.0f}, 0, 0, 0}; }
-};
-
-__device__ __forceinline__ void keep_drawn(Drawn& drawn, float x, int id, u32 word, float spread) {
-    keep_better(drawn.best, {score_order(score(x, spread, word)), static_cast<u32>(id), x});
-}
-
-// The winner among the list's first entries: the same in every block.
-__device__ __forceinline__ Drawn draw_listed(const Search& s, u32 kept, const Stream& stream, float spread) {
-    Drawn drawn = Drawn::nothing();
-    if (threadIdx.x < kept) {
-        const Entry entry = s.work.sorted[threadIdx.x];
-        const u32 id = id_of_entry(entry);
-        uint4 words[1];
-        philox(words, {id & ~72u}, stream);
-        const u32 low = id & 8 ? words[0].y : words[0].x, high = id & 8 ? words[0].w : words[0].z;
-        keep_drawn(drawn, value_of(key_of_entry(entry)), id, id & 64 ? high : low, spread);
-    }
-    Slot(&scratch)[WARPS] = s.work.exchange.scratch[s.turns.scratch++ & 1];
-    return reduce_block(scratch, drawn);
-}
-
-// The winner among this block's kept logits. A score is at most logit + spread (32 + log2 ln 2 - log2(r + 1/2)), r being the word
-// of its noise (contract.cuh); logarithms are spared where that is below the best of the warp.
-__device__ __forceinline__ Drawn draw(const Search& s, const Boundary& boundary, const Stream& stream, float spread) {
-    const float above = last_value(boundary.key), equal = value_of(boundary.key);
-    const int lane = threadIdx.x & 31;
-    Drawn drawn = Drawn::nothing();
-    float floor = -infinity();
-    for (int base = 128 * (threadIdx.x >> 5); base < s.chunk.count; base += 128 * WARPS) {
-        const int at = base + (lane & 7) + 16 * (lane >> 3), id = s.chunk.first + at;
-        float x[4];
-        bool keep[4];
-        bool any = false;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            const int offset = (w & 1) * 8 + (w >> 1) * 64;
-            x[w] = s.chunk.load_one(at + offset);
-            keep[w] = x[w] > above || (x[w] == equal && id + offset <= boundary.last_id);
-            any |= keep[w];
-#if LOGPROBS
-            if (x[w] > -infinity()) {
-                const u64 mass = units(x[w], s.scale, s.work.table);
-                drawn.total += mass;
-                if (keep[w]) drawn.kept += mass;
-            }
-#endif
-        }
-        if (!__any_sync(ALL, any)) continue;
-        if (any) {
-            uint4 words[1];
-            philox(words, {static_cast<u32>(id)}, stream);
-            const u32 word[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                const float bound = fmaf(spread, 31.4722f - log2_approx(static_cast<float>(word[w]) + 0.5f), x[w]);
-                if (!keep[w] || bound < floor) continue;
-                keep_drawn(drawn, x[w], id + (w & 1) * 8 + (w >> 1) * 64, word[w], spread);
-            }
-        }
-        const int best = __reduce_max_sync(ALL, drawn.best.order);
-        if (best != NOTHING_ORDER) {
-            const float score = order_score(best);
-            floor = score - fabsf(score) * 4.8e-7f - spread * 1e-4f;
-        }
-    }
-    return drawn;
-}
-
-__device__ __forceinline__ void write_kept(const Params& p, const Chunk& chunk, const Boundary& boundary, bool valid, Element* out) {
-    const float above = last_value(boundary.key), equal = value_of(boundary.key);
-    const Element dropped = as_element(p.mask_value);
-    const bool whole = (reinterpret_cast<u64>(out) & (sizeof(Quad) - 1)) == 0;
-    for (int at = 4 * threadIdx.x; at < chunk.count; at += PIECE) {
-        Quad quad = chunk.load(at);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float x = as_float(quad.e[i]);
-            const bool keep = valid && (x > above || (x == equal && chunk.first + at + i <= boundary.last_id));
-            if (!keep) quad.e[i] = dropped;
-        }
-        if (whole && at + 4 <= chunk.count) {
-            store_streaming(out + at, quad);
-        } else {
-            for (int i = 0; i < 4 && at + i < chunk.count; ++i) out[at + i] = quad.e[i];
-        }
-    }
+    return false;
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) filter_rows(const __grid_constant__ Params p) {
@@ -236,58 +121,91 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __shared__ Workspace work;
     const int row = blockIdx.x / CLUSTER, first = row_rank() * p.chunk;
     const Element* const logits = p.logits + row * p.stride_logits;
-    Chunk chunk = {logits + first, reinterpret_cast<Element*>(memory), work.barriers, first, max(0, min(p.chunk, p.V - first)),
-                   (reinterpret_cast<u64>(logits + first) & 15) == 0};
-    chunk.fetch();
-    if (threadIdx.x == 0 && row < p.rows - p.ahead) prefetch_chunk(chunk.global + p.ahead * p.stride_logits, chunk.count);
-    if (threadIdx.x == 0) work.listed = 0;
-    const Request request = make_request(p, row);
-    const bool top_k = request.top_k > 0 && request.top_k < p.V;
+    const bool aligned = (reinterpret_cast<u64>(logits) & (sizeof(Quad) - 1)) == 0;  // and so is every chunk
+    const Chunk whole_row = {logits, 0, p.V, aligned}, chunk = {logits + first, first, max(0, min(p.chunk, p.V - first)), aligned};
+    if (threadIdx.x == 0) {
+        work.gathered = 0;
+        work.request = make_request(p, row);
+        work.guess = {infinity(), 0.0f, {1, 0, false}};
+    }
     sync_row();  // also: all blocks have started, and can be written to
+    const Request& request = work.request;
+    const bool top_k = request.top_k > 0, min_p = request.min_p > 0.0;
+    bool top_p = request.top_p < 1.0;
 
-    // Statistics, and what survives sigma-truncation
+    // One sweep
     Turns turns = {};
     const Slot* parts;
-    float cut = infinity();
-    if (TRUNCATE && TIERED && top_k && !(request.min_p > 0.0)) {
-        const float any = as_float(logits[0]), shift = fabsf(any) < infinity() ? any : 0.0f;
-        cut = truncation(reduce_row(work.exchange, turns, chunk_sample(chunk, shift), parts), shift, p.V, request.top_k);
-        if (!(cut == cut)) cut = infinity();
+    const bool whole = TIERED && p.chunk <= GATHERED;
+    if (TRUNCATE && TIERED && !whole && (top_k || top_p || min_p)) {
+        const Guess guess = guess_row(whole_row, work, turns, request.top_k, top_k || min_p ? 1.0 : request.top_p, request.temperature);
+        __syncthreads();
+        if (threadIdx.x == 0) work.guess = guess;
     }
-    const Statistics stats = reduce_row(work.exchange, turns, chunk_statistics(chunk, cut, work), parts);
+    clear_histogram(work);
+    __syncthreads();
+    const Guess& guess = work.guess;
+    Reading reading = {LOG2E / request.temperature, whole, reinterpret_cast<Entry*>(memory), nullptr, as_element(p.mask_value)};
+    const bool weigh = guess.others.first <= guess.others.last && reading.slope < infinity();
+#if MASK
+    Element* const out = p.out + row * p.stride_out + first;
+    // Where little is kept, the rest is written at once. A top-p alone may keep much.
+    const bool little = guess.top < infinity() && (top_k || (min_p && guess.anchor + request.temperature * logf(static_cast<float>(request.min_p)) >= guess.top));
+    if (p.apart && little) reading.out = out;
+#endif
+    {
+        const Statistics stats = reduce_row(work.exchange, turns, weigh ? read_chunk<true>(chunk, reading, work) : read_chunk<false>(chunk, reading, work), parts);
+        const Scale scale = make_scale(value_of(stats.peak), request.temperature);
+        fill_table(work.table, scale);
+        if (threadIdx.x == 0) work.stats = stats, work.scale = scale;
+        __syncthreads();
+    }
+    const Statistics& stats = work.stats;
     const bool valid = request.possible && !stats.broken && stats.count;
 
     // Boundary
-    u32 listed = 0;  // the list's first so many entries are all that is kept, if not 0
+    u32 listed = 0;          // the list's first so many entries are all that is kept, if not 0
+    bool near_only = whole;  // what is kept is among what is put aside
     Found found = {{key_of(-infinity()), NO_ID}, 0};
-    const Scale scale = make_scale(value_of(stats.peak), request.temperature);
-    const Search search = {work, chunk, stats, scale, turns};
-    fill_table(work.table, scale);
-    __syncthreads();
+    const Gathered aside = {reading.aside, static_cast<int>(min(work.gathered, GATHERED))};
+    const Search far = {work, chunk, chunk, turns};
+    const SearchIn<Gathered> near = {work, aside, chunk, turns};
     if (valid) {
-        bool top_p = request.top_p < 1.0;
-        if (request.min_p > 0.0) {
+        Boundary& boundary = found.boundary;
+        if (min_p) {
             if (threadIdx.x < 32) {
-                const int key = lowest_likely(scale, request.min_p, request.temperature);
+                const int key = lowest_likely(work.scale, request.min_p, request.temperature);
                 if (threadIdx.x == 0) work.cut = key;
             }
             __syncthreads();
-            found.boundary.key = work.cut - 1;
+            boundary.key = work.cut - 1;
         }
-        if (top_k && request.top_k < stats.count) {
-            if (request.top_k <= stats.survivors && stats.survivors <= LISTED) {
-                found = search_list(search, false, stats.survivors, 0, parts, 0, static_cast<double>(request.top_k), request.top_p, listed);
-                if (listed) top_p = false;  // done there
-            } else {
-                found = find_boundary<false>(search, found, request.top_k, 1.0);
-            }
+        if (!whole && guess.top < infinity() && !stats.lost) {
+            const int below = key_of(guess.top) - 1;
+            near_only = boundary.key >= below || (top_k && request.top_k <= stats.gathered) || stats.gathered == stats.count;
+            if (near_only) boundary.key = max(boundary.key, below);
         }
-        if (top_p) found = find_boundary<true>(search, found, 0, request.top_p);
+        if (near_only) {
+#if ARITY == 0
+            if (stats.gathered <= LISTED) {
+                if (top_k || top_p) found = filter_list(near, stats.gathered, parts, aside.entries, boundary.key, top_k ? request.top_k : LISTED, request.top_p, listed);
+                top_p = false;
+            } else
+#endif
+            if (top_k) found = find_boundary<false>(near, found, request.top_k, 1.0);
+            if (top_p) found = find_boundary<true>(near, found, 0, request.top_p);
+        } else if (weigh && !stats.lost && fabsf(work.scale.peak) < infinity()) {
+            near_only = find_nucleus(far, near, parts, request.top_p, found);
+        } else {
+            if (top_k && request.top_k < stats.count) found = find_boundary<false>(far, found, request.top_k, 1.0);
+            if (top_p) found = find_boundary<true>(far, found, 0, request.top_p);
+        }
     }
 
     // Results
 #if MASK
-    write_kept(p, chunk, found.boundary, valid, p.out + row * p.stride_out + first);
+    if (whole || (reading.out && (near_only || !valid))) write_gathered(chunk, aside, found.boundary, valid, whole, out, reading.dropped);
+    else write_kept(chunk, found.boundary, valid, out, reading.dropped);
 #endif
 #if DRAW
     i64 seed = p.seed ? p.seed[row * p.stride_seed] : -1, position = p.seed && p.position ? p.position[row * p.stride_position] : 0;
@@ -296,20 +214,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (valid) {
         const Stream stream = make_stream(seed, position);
         const float spread = row_spread(request.temperature);
-        if (listed && !LOGPROBS) {
-            drawn = draw_listed(search, listed, stream, spread);
+        if (listed && !LOGPROBS) {  // every block has the list
+            drawn = reduce_block(near.next_scratch(), draw_listed(work.sorted, listed, stream, spread));
+        } else if (near_only && !LOGPROBS) {
+            drawn = reduce_row(work.exchange, turns, draw_gathered(aside, found.boundary, stream, spread), parts);
         } else {
-            drawn = draw(search, found.boundary, stream, spread);
-            drawn = reduce_row(work.exchange, turns, drawn, parts);
+            drawn = reduce_row(work.exchange, turns, draw_chunk(far, found.boundary, stream, spread), parts);
         }
     }
     if (threadIdx.x == 0 && row_rank() == 0) {
         p.tokens[row] = valid ? static_cast<i64>(drawn.best.token) : -1;
 #if LOGPROBS
-        const double temperature = request.temperature, peak = scale.peak;
+        const double temperature = request.temperature, peak = work.scale.peak;
         const bool certain = temperature == 0.0 || drawn.best.logit == infinity();
         const double logprob = certain ? 0.0 : (drawn.best.logit - peak) / temperature - log(drawn.kept * 0x1p-40);
-        const double log_mass = temperature == 0.0 || scale.peak == infinity() ? peak : peak / temperature + log(drawn.total * 0x1p-40);
+        const double log_mass = temperature == 0.0 || work.scale.peak == infinity() ? peak : peak / temperature + log(drawn.total * 0x1p-40);
         p.logprobs[row] = valid ? static_cast<float>(logprob) : not_a_number();
         p.log_masses[row] = valid ? static_cast<float>(log_mass) : not_a_number();
 #endif

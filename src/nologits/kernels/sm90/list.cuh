@@ -19,19 +19,18 @@ __device__ __forceinline__ u64 scan_masses(Slot (&scratch)[WARPS], u64 mine, u64
 }
 
 // One of the row's list's entries for each thread, or 0, which comes after every other; `parts` has each block's number of them.
-__device__ __forceinline__ Entry listed_entry(const Search& s, u32 count, const Slot* parts, u32 list) {
+__device__ __forceinline__ Entry listed_entry(const Entry* list, u32 count, const Slot* parts) {
     if (threadIdx.x >= count) return 0;
     u32 at = threadIdx.x, rank = 0;
     while (rank + 1 < CLUSTER && at >= count_of(parts[rank])) at -= count_of(parts[rank++]);
-    return load_remote(&s.work.list[list][at], rank);
+    return load_remote(&list[at], rank);
 }
 
 #if ARITY == 0
 
 // Puts the entries in order. A bitonic sort: partners in a warp exchange by shuffles, others through shared memory.
-__device__ __forceinline__ void sort_list(const Search& s, u32 count, Entry mine) {
+__device__ __forceinline__ void sort_list(Entry* sorted, u32 count, Entry mine) {
     const u32 thread = threadIdx.x;
-    Entry* const sorted = s.work.sorted;
     auto exchange = [&](Entry other, u32 size, u32 stride) {
         const bool larger = ((thread & size) == 0) == ((thread & stride) == 0);  // this thread keeps the larger of the two
         mine = (other > mine) == larger ? other : mine;
@@ -60,16 +59,18 @@ __device__ __forceinline__ void sort_list(const Search& s, u32 count, Entry mine
 
 // Of sorted entries, as many are kept as are needed while those before them (and `above`) have not reached the target; p < 1 makes
 // that a share of their mass.
-__device__ __forceinline__ u32 masses_needed(const Search& s, u32 count, u64 above, double p, double target) {
+template <typename Elements>
+__device__ __forceinline__ u32 masses_needed(const SearchIn<Elements>& s, u32 count, u64 above, double p, double target) {
     const u64 mine = threadIdx.x < count ? s.units_of(key_of_entry(s.work.sorted[threadIdx.x])) : 0;
     u64 total;
-    const u64 through = scan_masses(s.work.exchange.scratch[s.turns.scratch++ & 1], mine, total);
+    const u64 through = scan_masses(s.next_scratch(), mine, total);
     if (p < 1.0) target = fmax(p * static_cast<double>(total), 0.5);
     return __syncthreads_count(threadIdx.x < count && static_cast<double>(above + through - mine) < target);
 }
 
 // The id and key up to which the first `kept` of the sorted entries go.
-__device__ __forceinline__ Found last_kept(const Search& s, u32 kept) {
+template <typename Elements>
+__device__ __forceinline__ Found last_kept(const SearchIn<Elements>& s, u32 kept) {
     const Entry last = s.work.sorted[kept - 1];
     const int key = key_of_entry(last);
     const u32 copies = __syncthreads_count(threadIdx.x < kept && key_of_entry(s.work.sorted[threadIdx.x]) == key);
@@ -78,32 +79,56 @@ __device__ __forceinline__ Found last_kept(const Search& s, u32 kept) {
 
 // The boundary of a top-p, if an estimate of the masses around the list leaves no doubt about it. An entry is needed if the mass
 // before it, less p times the whole, is negative: the doubt about that is (1 - p) times what the mass above is off, and p times
-// what the mass below is.
-__device__ __forceinline__ bool settle(const Search& s, const Estimate& around, const Slot* parts, u32 list, double p, u64 floor_mass, Found& found) {
+// what the mass below is. `inside` becomes the list's mass.
+template <typename Elements>
+__device__ __forceinline__ bool settle(const SearchIn<Elements>& s, const Estimate& around, const Slot* parts, const Entry* list, double p, u64 floor_mass,
+                                       Found& found, u64& inside) {
     const u32 count = around.count;
     if (!count) return false;
-    sort_list(s, count, listed_entry(s, count, parts, list));
+    sort_list(s.work.sorted, count, listed_entry(list, count, parts));
     const u64 mine = threadIdx.x < count ? s.units_of(key_of_entry(s.work.sorted[threadIdx.x])) : 0;
-    u64 inside;
-    const u64 through = scan_masses(s.work.exchange.scratch[s.turns.scratch++ & 1], mine, inside);
+    const u64 through = scan_masses(s.next_scratch(), mine, inside);
     const double above = static_cast<double>(around.above), total = above + static_cast<double>(inside + around.below + floor_mass);
-    const double doubt = (1.0 - p) * around.above_error + p * around.below_error + total * 0x1p-44;
+    const double doubt = around.doubt(p, total);
     const double before = above + static_cast<double>(through - mine) - p * total, after = before + static_cast<double>(mine);
     bool unclear = threadIdx.x < count && fabs(before) <= doubt;
-    if (threadIdx.x == 0) unclear |= before >= 0.0;                 // it lies above the list
-    if (threadIdx.x == count - 1) unclear |= !(after > doubt);     // or below
+    if (threadIdx.x == 0) unclear |= before >= 0.0;             // it lies above the list
+    if (threadIdx.x == count - 1) unclear |= !(after > doubt);  // or below
     if (__syncthreads_or(unclear)) return false;
     found = last_kept(s, __syncthreads_count(threadIdx.x < count && before < 0.0));
     return true;
 }
 
-// The boundary of a top-k, and with p < 1 of the top-p of what it keeps; or (mass) of a top-p. `above` is what the target counts
-// before the list; `kept` becomes how many entries are kept, the first of the sorted ones, and both filters are done.
-__device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, u32 list, double target,
-                                             double p, u32& kept) {
-    sort_list(s, count, listed_entry(s, count, parts, list));
-    kept = mass ? count : static_cast<u32>(target) - static_cast<u32>(above);
-    if (mass || p < 1.0) kept = masses_needed(s, kept, above, p, target);
+// The same of copies of one value, more than a list holds.
+template <typename Elements>
+__device__ __forceinline__ bool settle_copies(const SearchIn<Elements>& s, const Estimate& around, const Slot* parts, double p, u64 floor_mass, Found& found) {
+    const double above = static_cast<double>(around.above), each = static_cast<double>(s.units_of(around.smallest));
+    const double total = above + around.count * each + static_cast<double>(around.below + floor_mass), doubt = around.doubt(p, total);
+    const double kept = ceil((p * total - above) / each);
+    if (!(kept >= 1.0 && kept <= around.count)) return false;
+    const double before = above + (kept - 1.0) * each - p * total;
+    if (!(before < -doubt && before + each > doubt)) return false;
+    found = cut_copies(s, around.smallest, static_cast<u32>(kept), around.count, parts);
+    return true;
+}
+
+// The boundary of a top-k, or (mass) of a top-p; `above` is what the target counts before the list. `kept` becomes how many
+// entries are kept, the first of the sorted ones.
+template <typename Elements>
+__device__ __forceinline__ Found search_list(const SearchIn<Elements>& s, bool mass, u32 count, u64 above, const Slot* parts, const Entry* list, double target,
+                                             u32& kept) {
+    sort_list(s.work.sorted, count, listed_entry(list, count, parts));
+    kept = mass ? masses_needed(s, count, above, 1.0, target) : static_cast<u32>(target) - static_cast<u32>(above);
+    return last_kept(s, kept);
+}
+
+// Top-k and top-p of the entries above `floor`, where the list has all of them.
+template <typename Elements>
+__device__ __forceinline__ Found filter_list(const SearchIn<Elements>& s, u32 count, const Slot* parts, const Entry* list, int floor, u64 k, double p, u32& kept) {
+    sort_list(s.work.sorted, count, listed_entry(list, count, parts));
+    kept = __syncthreads_count(threadIdx.x < count && key_of_entry(s.work.sorted[threadIdx.x]) > floor);
+    if (k < kept) kept = static_cast<u32>(k);
+    if (p < 1.0) kept = masses_needed(s, kept, 0, p, 0.0);
     return last_kept(s, kept);
 }
 
@@ -124,7 +149,8 @@ struct Sums {
 
 // Largest key between `low` and `high` from which on the entries, one a thread, reach the target (`above` counts towards it):
 // ARITY - 1 pivots a round, until one value is left between them. `above` becomes the measure of larger keys.
-__device__ __forceinline__ int find_pivot(const Search& s, int key, u64 each, int low, int high, u64& above, double target) {
+template <typename Elements>
+__device__ __forceinline__ int find_pivot(const SearchIn<Elements>& s, int key, u64 each, int low, int high, u64& above, double target) {
     while (low < high) {
         const u32 stride = (static_cast<u32>(high) - static_cast<u32>(low)) / ARITY;
         int pivot[ARITY - 1];
@@ -136,7 +162,7 @@ __device__ __forceinline__ int find_pivot(const Search& s, int key, u64 each, in
             pivot[j] = static_cast<int>(static_cast<u32>(low) + stride * (j + 1) + 1);
             if (inside && key >= pivot[j]) sums.from[j] = each;
         }
-        sums = reduce_block(s.work.exchange.scratch[s.turns.scratch++ & 1], sums);
+        sums = reduce_block(s.next_scratch(), sums);
         if (sums.smallest >= sums.largest) return sums.largest;
         int next_low = sums.smallest, next_high = sums.largest;
         u64 next_above = above;
@@ -157,10 +183,11 @@ __device__ __forceinline__ int find_pivot(const Search& s, int key, u64 each, in
     return low;
 }
 
-// As above, of one filter: `kept` is 0.
-__device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, u32 list, double target,
-                                             double, u32& kept) {
-    const Entry entry = listed_entry(s, count, parts, list);
+// As above; `kept` is 0.
+template <typename Elements>
+__device__ __forceinline__ Found search_list(const SearchIn<Elements>& s, bool mass, u32 count, u64 above, const Slot* parts, const Entry* list, double target,
+                                             u32& kept) {
+    const Entry entry = listed_entry(list, count, parts);
     const bool there = threadIdx.x < count;
     const int mine = there ? key_of_entry(entry) : LOWEST_KEY;
     const u64 each = !there ? 0 : mass ? s.units_of(mine) : 1;

@@ -79,18 +79,6 @@ __device__ __forceinline__ void copy_box_multicast(u32 target, const TensorMap* 
         : "memory");
 }
 
-// Neighbouring bytes that nobody wants again; addresses and their number are multiples of 16.
-__device__ __forceinline__ void copy_bytes_once(u32 target, const void* source, u32 barrier, u32 bytes) {
-    constexpr u64 EVICT_FIRST = 0x12F0000000000000;
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(target),
-                 "l"(source), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST)
-                 : "memory");
-}
-
-__device__ __forceinline__ void prefetch_bytes(const void* source, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 // ---- clusters and dependent launches
 
 __device__ __forceinline__ u32 cluster_rank() {

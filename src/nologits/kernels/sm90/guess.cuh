@@ -1,0 +1,133 @@
+// A guess at a row from a sample spread over it: which logits to put aside while the row is read (the paper's sigma-truncation), and
+// what range the others' histogram covers. A bad guess costs time, nothing else.
+#pragma once
+#include "search.cuh"
+
+constexpr float AIM = 350.0f;  // logits to put aside: a list holds them, and a nucleus of a peaked row often has fewer
+constexpr float FINITE = 3.4028234663852886e38f;
+
+struct Moments {
+    float sum, squares;  // of logits above -inf, less `shift`
+    u32 count;
+    int lowest, peak;  // keys
+
+    __device__ __forceinline__ Moments over_lanes() const {
+        return {sum_lanes(sum), sum_lanes(squares), sum_lanes(count), min_lanes(lowest), max_lanes(peak)};
+    }
+    static __device__ __forceinline__ Moments nothing() { return {0.0f, 0.0f, 0, HIGHEST_KEY, LOWEST_KEY}; }
+    __device__ __forceinline__ float mean() const { return sum / count; }
+    __device__ __forceinline__ float sigma() const { return sqrtf(fmaxf(0.0f, squares / count - mean() * mean())); }
+};
+
+struct Counted {
+    u32 count;
+    __device__ __forceinline__ Counted over_lanes() const { return {sum_lanes(count)}; }
+    static __device__ __forceinline__ Counted nothing() { return {0}; }
+};
+
+// A thread's part of the sample: of 64 segments of 128 neighbours, evenly over the row.
+struct Sample {
+    float x[4 * QUADS];
+
+    __device__ __forceinline__ explicit Sample(const Chunk& row) {
+#pragma unroll
+        for (int q = 0; q < QUADS; ++q) {
+            const i64 segment = QUADS * (threadIdx.x >> 5) + q;
+            const Quad quad = row.load((static_cast<int>((row.count - 128) * segment / (QUADS * WARPS - 1)) & ~7) + 4 * (threadIdx.x & 31));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[4 * q + i] = as_float(quad.e[i]);
+        }
+    }
+
+    // Of what lies between `low` and `high`.
+    __device__ __forceinline__ Moments moments(Slot (&scratch)[WARPS], float shift, float low, float high) const {
+        Moments mine = Moments::nothing();
+#pragma unroll
+        for (int i = 0; i < 4 * QUADS; ++i) {
+            if (!(x[i] >= low && x[i] <= high)) continue;
+            const float value = x[i] - shift;
+            mine.count += 1;
+            mine.sum += value;
+            mine.squares = fmaf(value, value, mine.squares);
+            mine.lowest = min(mine.lowest, key_of(x[i]));
+            mine.peak = max(mine.peak, key_of(x[i]));
+        }
+        return reduce_block(scratch, mine);
+    }
+
+    __device__ __forceinline__ u32 count_from(Slot (&scratch)[WARPS], float top) const {
+        Counted mine = {0};
+#pragma unroll
+        for (int i = 0; i < 4 * QUADS; ++i) mine.count += x[i] >= top;
+        return reduce_block(scratch, mine).count;
+    }
+
+    // About where `wanted` of the sample lie above, by a histogram between `low` and the peak.
+    __device__ __forceinline__ float top_of(Workspace& work, Slot (&scratch)[WARPS], u32 wanted, const Range& range) const {
+        const Bins bins(range);
+        clear_histogram(work);
+        if (threadIdx.x == 0) work.bin = 0;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 4 * QUADS; ++i)
+            if (x[i] >= bins.low) atomicAdd(&work.histogram[x[i] <= bins.high ? bins.bin_of(x[i]) : BINS - 1], 1);
+        __syncthreads();
+        const int upper = BINS - 1 - 4 * threadIdx.x;
+        const uint4 mine = *reinterpret_cast<const uint4*>(&work.histogram[upper - 3]);
+        const Running running = scan_block(scratch, {mine.x + mine.y + mine.z + mine.w, 0.0f});
+        const u32 after = running.through.count - (mine.x + mine.y + mine.z + mine.w);
+        if (after < wanted && wanted <= running.through.count) {
+            const u32 count[4] = {mine.w, mine.z, mine.y, mine.x};
+            u32 through = after;
+            int bin = upper;
+            for (int i = 0; i < 4; ++i) {
+                through += count[i];
+                if (through >= wanted) break;
+                --bin;
+            }
+            work.bin = bin;
+        }
+        __syncthreads();
+        return bins.low + work.bin * bins.width;
+    }
+};
+
+// Every block of a cluster makes the same guess, from the same logits.
+__device__ __forceinline__ Guess guess_row(const Chunk& row, Workspace& work, Turns& turns, i64 top_k, double top_p, float temperature) {
+    auto scratch = [&]() -> Slot(&)[WARPS] { return work.exchange.scratch[turns.scratch++ & 1]; };
+    Guess guess = {infinity(), 0.0f, {1, 0, false}};
+    const Sample sample(row);
+    const float any = as_float(row.global[0]), shift = fabsf(any) < infinity() ? any : 0.0f;
+    Moments m = sample.moments(scratch(), shift, -FINITE, FINITE);
+    guess.anchor = m.count ? value_of(m.peak) : 0.0f;
+
+    // In the sample: how many stand for those to put aside, for all of k in any case
+    const float stride = static_cast<float>(row.count) / (4 * QUADS * THREADS), k = top_k / stride;
+    const float wanted = fmaxf(AIM / stride, top_k ? k + 4.0f * sqrtf(k) + 4.0f : 0.0f);
+    if (wanted * stride > 0.75f * GATHERED * CLUSTER) return guess;
+    if (m.count < 2.0f * wanted) {
+        guess.top = -FINITE;  // all there are
+        return guess;
+    }
+    float lowest = value_of(m.lowest), peak = value_of(m.peak);
+    for (int turn = 0; turn < 2 && !(fmaxf(peak - shift - m.mean(), shift + m.mean() - lowest) < 12.0f * m.sigma()); ++turn) {  // without outliers
+        const float reach = m.sigma() < infinity() ? 12.0f * m.sigma() : FINITE / 2;
+        m = sample.moments(scratch(), shift, fmaxf(shift + m.mean() - reach, -FINITE), fminf(shift + m.mean() + reach, FINITE));
+        if (!m.count) return guess;
+        lowest = value_of(m.lowest), peak = value_of(m.peak);
+    }
+
+    // A normal row has as many above this
+    const float share = wanted / m.count;
+    guess.top = shift + m.mean() - m.sigma() * normcdfinvf(share);
+    const u32 found = sample.count_from(scratch(), guess.top);
+    if (!(2.0f * found >= wanted && found <= 2.0f * wanted)) guess.top = sample.top_of(work, scratch(), static_cast<u32>(wanted), {key_of(lowest), key_of(peak), false});
+    if (!(guess.top > lowest)) guess.top = infinity();
+
+    const float slope = LOG2E / temperature;
+    if (guess.top < infinity() && top_p < 1.0) {
+        const float low = fmaxf(lowest, lowest_wanted(guess.anchor, slope, row.count, top_p));
+        guess.others = {min(key_of(low), key_of(guess.top) - 1), key_of(guess.top) - 1, false};
+    }
+    return guess;
+}

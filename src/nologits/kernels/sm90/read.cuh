@@ -1,0 +1,74 @@
+// The first sweep of a row, often the only one: statistics, the largest logits put aside, and for a top-p the mass and a histogram of
+// the others.
+#pragma once
+#include "guess.cuh"
+
+struct Reading {
+    float slope;   // of the exponent, base 2
+    bool whole;    // the chunk is put aside as it is
+    Entry* aside;  // GATHERED entries
+    Element* out;  // becomes `dropped`; or nullptr
+    Element dropped;
+};
+
+// `weigh`: the others' masses are wanted; the error of a term is that of `estimate`.
+template <bool weigh>
+__device__ __forceinline__ Statistics read_chunk(const Chunk& chunk, const Reading& r, Workspace& work) {
+    Statistics mine = Statistics::nothing();
+    const Bins bins(work.guess.others);
+    const float top = work.guess.top, anchor = work.guess.anchor;
+    const Quad blank = {{r.dropped, r.dropped, r.dropped, r.dropped}};
+    float peak = -infinity(), lowest = infinity(), below_error = 0.0f;
+    double below = 0.0;
+    chunk.sweep([&](const float(&x)[4], int at) {
+        const float largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])), least = fminf(fminf(x[0], x[1]), fminf(x[2], x[3]));
+        peak = fmaxf(peak, largest);
+        mine.broken += (x[0] != x[0]) | (x[1] != x[1]) | (x[2] != x[2]) | (x[3] != x[3]);
+        if (least > -infinity()) {
+            mine.count += 4;
+            lowest = fminf(lowest, least);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (!(x[i] > -infinity())) continue;
+                mine.count += 1;
+                lowest = fminf(lowest, x[i]);
+            }
+        }
+        if (r.out) chunk.store(r.out, at, blank);
+        if (weigh) {
+            float down = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float y = fmaxf((x[i] - anchor) * r.slope, -200.0f), share = exp2_approx(y);
+                const u32 bin = bins.bin_of(x[i]);
+                if (x[i] < top) {
+                    down += share;
+                    below_error = fmaf(share, exponent_error(y), below_error);
+                }
+                if (bins.holds(x[i])) atomicAdd(&work.histogram[bin], 1);
+            }
+            below += down;
+        }
+        if (r.whole) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (at + i < chunk.count) r.aside[at + i] = make_entry(key_of(x[i]), chunk.id(at + i));
+        } else if (largest >= top) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (!(x[i] >= top)) continue;
+                const u32 place = atomicAdd(&work.gathered, 1);
+                mine.gathered += 1;
+                if (place < GATHERED) r.aside[place] = make_entry(key_of(x[i]), chunk.id(at + i));
+                else mine.lost = 1;
+            }
+        }
+    });
+    if (r.whole && threadIdx.x == 0) mine.gathered = work.gathered = chunk.count;
+    mine.peak = key_of(peak);
+    mine.lowest = key_of(lowest);
+    mine.below = __double2ull_rn(below * 0x1p40);
+    mine.below_error = __double2ull_ru(below_error * 1.01 * 0x1p40 + chunk.terms() * 0.5);
+    return mine;
+}
