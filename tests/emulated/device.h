@@ -18,6 +18,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__ inline
 #define __constant__ static const
 #define __grid_constant__
 #define __launch_bounds__(...)

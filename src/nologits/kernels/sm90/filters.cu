@@ -78,40 +78,39 @@ __device__ __forceinline__ int lowest_likely(const Scale& scale, double min_p, f
 }
 
 // A top-p of a row of which the largest logits are put aside and the others were weighed. True if the boundary lies among the former.
-__device__ __forceinline__ bool find_nucleus(const Search& far, const SearchIn<Gathered>& near, const Slot* parts, double p, Found& found) {
-    const Guess& guess = far.work.guess;
-    const Statistics& stats = far.work.stats;
-    const Scale& scale = far.work.scale;
-    const int top = key_of(guess.top);
-    const double unit = exp2((static_cast<double>(guess.anchor) - scale.peak) * scale.factor / PARTS);
-    const u64 below = __double2ull_rn(stats.below * unit), below_error = __double2ull_ru(stats.below_error * unit + 1.0);
-    Range others = guess.others;
-    u64 above = 0;  // mass of what is put aside
+__device__ __forceinline__ bool find_nucleus(const Search& s, const Slot* parts, double p, Found& found) {
 #if ARITY == 0
+    const Guess& guess = s.work.guess;
+    const Statistics& stats = s.work.stats;
+    const int top = key_of(guess.top);
+    const double unit = exp2((static_cast<double>(guess.anchor) - s.work.scale.peak) * s.work.scale.factor / PARTS);
+    const u64 below = __double2ull_rn(stats.below * unit), below_error = __double2ull_ru(stats.below_error * unit + 1.0);
+    u64 above = 0;  // mass of what is put aside
+    float ignored;
+    Range bracket = guess.others;
     if (stats.gathered <= LISTED) {
         const Estimate around = {stats.gathered, 0, 0, 0, below, 0, below_error};
-        if (settle(near, around, parts, near.elements.entries, p, 0, found, above)) return true;
+        if (settle(s, around, parts, s.aside.entries, p, 0, found, above)) return true;
     } else {
-        above = estimate(near, top, top - 1, top - 1, far.work.list[0], parts).above;
-        Range bracket = {top, stats.peak, false};
-        float ignored;
+        Entry* const list = s.work.list[0];
+        above = estimate(s, true, top, top - 1, top - 1, list, parts).above;
         if (static_cast<double>(above) >= p * static_cast<double>(above + below)) {
-            locate<true>(near, bracket, {0.0f, 0.0f, static_cast<float>(p), below * 0x1p-40f}, ignored);
-            Estimate around = estimate(near, bracket.first, bracket.last, top - 1, far.work.list[0], parts);
+            bracket = {top, stats.peak, false};
+            locate<true>(s, true, bracket, {0.0f, 0.0f, static_cast<float>(p), below * 0x1p-40f}, ignored);
+            Estimate around = estimate(s, true, bracket.first, bracket.last, top - 1, list, parts);
             around.below += below;
             around.below_error += below_error;
-            if (around.count <= LISTED && settle(near, around, parts, far.work.list[0], p, 0, found, above)) return true;
-            if (around.count > LISTED && around.smallest == around.largest && settle_copies(near, around, parts, p, 0, found)) return true;
-            found = find_boundary<true>(far, found, 0, p);
+            if (around.count <= LISTED && settle(s, around, parts, list, p, 0, found, above)) return true;
+            if (around.count > LISTED && around.smallest == around.largest && settle_copies(s, around, parts, p, 0, found)) return true;
+            found = find_boundary<true>(s, false, found, 0, p);
             return false;
         }
     }
-    float ignored;
     const float share = above * 0x1p-40f;
-    narrow<true>(far, others, {0.0f, share, static_cast<float>(p), share}, ignored);
-    found = find_boundary<true>(far, found, 0, p, others);
+    narrow<true>(s, bracket, {0.0f, share, static_cast<float>(p), share}, ignored);
+    found = find_boundary<true>(s, false, found, 0, p, bracket);
 #else
-    found = find_boundary<true>(far, found, 0, p);
+    found = find_boundary<true>(s, false, found, 0, p);
 #endif
     return false;
 }
@@ -130,8 +129,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     sync_row();  // also: all blocks have started, and can be written to
     const Request& request = work.request;
-    const bool top_k = request.top_k > 0, min_p = request.min_p > 0.0;
-    bool top_p = request.top_p < 1.0;
+    const bool top_k = request.top_k > 0, top_p = request.top_p < 1.0, min_p = request.min_p > 0.0;
 
     // One sweep
     Turns turns = {};
@@ -168,8 +166,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     bool near_only = whole;  // what is kept is among what is put aside
     Found found = {{key_of(-infinity()), NO_ID}, 0};
     const Gathered aside = {reading.aside, static_cast<int>(min(work.gathered, GATHERED))};
-    const Search far = {work, chunk, chunk, turns};
-    const SearchIn<Gathered> near = {work, aside, chunk, turns};
+    const Search search = {work, chunk, aside, turns};
     if (valid) {
         Boundary& boundary = found.boundary;
         if (min_p) {
@@ -185,20 +182,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             near_only = boundary.key >= below || (top_k && request.top_k <= stats.gathered) || stats.gathered == stats.count;
             if (near_only) boundary.key = max(boundary.key, below);
         }
-        if (near_only) {
-#if ARITY == 0
-            if (stats.gathered <= LISTED) {
-                if (top_k || top_p) found = filter_list(near, stats.gathered, parts, aside.entries, boundary.key, top_k ? request.top_k : LISTED, request.top_p, listed);
-                top_p = false;
-            } else
-#endif
-            if (top_k) found = find_boundary<false>(near, found, request.top_k, 1.0);
-            if (top_p) found = find_boundary<true>(near, found, 0, request.top_p);
-        } else if (weigh && !stats.lost && fabsf(work.scale.peak) < infinity()) {
-            near_only = find_nucleus(far, near, parts, request.top_p, found);
+        if (weigh && !near_only && !stats.lost && fabsf(work.scale.peak) < infinity()) {
+            near_only = find_nucleus(search, parts, request.top_p, found);
+        } else if (ARITY == 0 && near_only && stats.gathered <= LISTED) {
+            if (top_k || top_p) found = filter_list(search, stats.gathered, parts, boundary.key, top_k ? request.top_k : LISTED, request.top_p, listed);
         } else {
-            if (top_k && request.top_k < stats.count) found = find_boundary<false>(far, found, request.top_k, 1.0);
-            if (top_p) found = find_boundary<true>(far, found, 0, request.top_p);
+            if (top_k && request.top_k < stats.count) found = find_boundary<false>(search, near_only, found, request.top_k, 1.0);
+            if (top_p) found = find_boundary<true>(search, near_only, found, 0, request.top_p);
         }
     }
 
@@ -215,11 +205,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const Stream stream = make_stream(seed, position);
         const float spread = row_spread(request.temperature);
         if (listed && !LOGPROBS) {  // every block has the list
-            drawn = reduce_block(near.next_scratch(), draw_listed(work.sorted, listed, stream, spread));
+            drawn = reduce_block(search.next_scratch(), draw_listed(work.sorted, listed, stream, spread));
         } else if (near_only && !LOGPROBS) {
             drawn = reduce_row(work.exchange, turns, draw_gathered(aside, found.boundary, stream, spread), parts);
         } else {
-            drawn = reduce_row(work.exchange, turns, draw_chunk(far, found.boundary, stream, spread), parts);
+            drawn = reduce_row(work.exchange, turns, draw_chunk(search, found.boundary, stream, spread), parts);
         }
     }
     if (threadIdx.x == 0 && row_rank() == 0) {

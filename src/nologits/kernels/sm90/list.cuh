@@ -29,7 +29,7 @@ __device__ __forceinline__ Entry listed_entry(const Entry* list, u32 count, cons
 #if ARITY == 0
 
 // Puts the entries in order. A bitonic sort: partners in a warp exchange by shuffles, others through shared memory.
-__device__ __forceinline__ void sort_list(Entry* sorted, u32 count, Entry mine) {
+__device__ __noinline__ void sort_list(Entry* sorted, u32 count, Entry mine) {
     const u32 thread = threadIdx.x;
     auto exchange = [&](Entry other, u32 size, u32 stride) {
         const bool larger = ((thread & size) == 0) == ((thread & stride) == 0);  // this thread keeps the larger of the two
@@ -59,8 +59,7 @@ __device__ __forceinline__ void sort_list(Entry* sorted, u32 count, Entry mine) 
 
 // Of sorted entries, as many are kept as are needed while those before them (and `above`) have not reached the target; p < 1 makes
 // that a share of their mass.
-template <typename Elements>
-__device__ __forceinline__ u32 masses_needed(const SearchIn<Elements>& s, u32 count, u64 above, double p, double target) {
+__device__ __forceinline__ u32 masses_needed(const Search& s, u32 count, u64 above, double p, double target) {
     const u64 mine = threadIdx.x < count ? s.units_of(key_of_entry(s.work.sorted[threadIdx.x])) : 0;
     u64 total;
     const u64 through = scan_masses(s.next_scratch(), mine, total);
@@ -69,8 +68,7 @@ __device__ __forceinline__ u32 masses_needed(const SearchIn<Elements>& s, u32 co
 }
 
 // The id and key up to which the first `kept` of the sorted entries go.
-template <typename Elements>
-__device__ __forceinline__ Found last_kept(const SearchIn<Elements>& s, u32 kept) {
+__device__ __forceinline__ Found last_kept(const Search& s, u32 kept) {
     const Entry last = s.work.sorted[kept - 1];
     const int key = key_of_entry(last);
     const u32 copies = __syncthreads_count(threadIdx.x < kept && key_of_entry(s.work.sorted[threadIdx.x]) == key);
@@ -80,8 +78,7 @@ __device__ __forceinline__ Found last_kept(const SearchIn<Elements>& s, u32 kept
 // The boundary of a top-p, if an estimate of the masses around the list leaves no doubt about it. An entry is needed if the mass
 // before it, less p times the whole, is negative: the doubt about that is (1 - p) times what the mass above is off, and p times
 // what the mass below is. `inside` becomes the list's mass.
-template <typename Elements>
-__device__ __forceinline__ bool settle(const SearchIn<Elements>& s, const Estimate& around, const Slot* parts, const Entry* list, double p, u64 floor_mass,
+__device__ __noinline__ bool settle(const Search& s, const Estimate& around, const Slot* parts, const Entry* list, double p, u64 floor_mass,
                                        Found& found, u64& inside) {
     const u32 count = around.count;
     if (!count) return false;
@@ -100,8 +97,7 @@ __device__ __forceinline__ bool settle(const SearchIn<Elements>& s, const Estima
 }
 
 // The same of copies of one value, more than a list holds.
-template <typename Elements>
-__device__ __forceinline__ bool settle_copies(const SearchIn<Elements>& s, const Estimate& around, const Slot* parts, double p, u64 floor_mass, Found& found) {
+__device__ __noinline__ bool settle_copies(const Search& s, const Estimate& around, const Slot* parts, double p, u64 floor_mass, Found& found) {
     const double above = static_cast<double>(around.above), each = static_cast<double>(s.units_of(around.smallest));
     const double total = above + around.count * each + static_cast<double>(around.below + floor_mass), doubt = around.doubt(p, total);
     const double kept = ceil((p * total - above) / each);
@@ -114,18 +110,16 @@ __device__ __forceinline__ bool settle_copies(const SearchIn<Elements>& s, const
 
 // The boundary of a top-k, or (mass) of a top-p; `above` is what the target counts before the list. `kept` becomes how many
 // entries are kept, the first of the sorted ones.
-template <typename Elements>
-__device__ __forceinline__ Found search_list(const SearchIn<Elements>& s, bool mass, u32 count, u64 above, const Slot* parts, const Entry* list, double target,
+__device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, const Entry* list, double target,
                                              u32& kept) {
     sort_list(s.work.sorted, count, listed_entry(list, count, parts));
     kept = mass ? masses_needed(s, count, above, 1.0, target) : static_cast<u32>(target) - static_cast<u32>(above);
     return last_kept(s, kept);
 }
 
-// Top-k and top-p of the entries above `floor`, where the list has all of them.
-template <typename Elements>
-__device__ __forceinline__ Found filter_list(const SearchIn<Elements>& s, u32 count, const Slot* parts, const Entry* list, int floor, u64 k, double p, u32& kept) {
-    sort_list(s.work.sorted, count, listed_entry(list, count, parts));
+// Top-k and top-p of what is put aside and above `floor`, where that is all there is.
+__device__ __forceinline__ Found filter_list(const Search& s, u32 count, const Slot* parts, int floor, u64 k, double p, u32& kept) {
+    sort_list(s.work.sorted, count, listed_entry(s.aside.entries, count, parts));
     kept = __syncthreads_count(threadIdx.x < count && key_of_entry(s.work.sorted[threadIdx.x]) > floor);
     if (k < kept) kept = static_cast<u32>(k);
     if (p < 1.0) kept = masses_needed(s, kept, 0, p, 0.0);
@@ -149,8 +143,7 @@ struct Sums {
 
 // Largest key between `low` and `high` from which on the entries, one a thread, reach the target (`above` counts towards it):
 // ARITY - 1 pivots a round, until one value is left between them. `above` becomes the measure of larger keys.
-template <typename Elements>
-__device__ __forceinline__ int find_pivot(const SearchIn<Elements>& s, int key, u64 each, int low, int high, u64& above, double target) {
+__device__ __forceinline__ int find_pivot(const Search& s, int key, u64 each, int low, int high, u64& above, double target) {
     while (low < high) {
         const u32 stride = (static_cast<u32>(high) - static_cast<u32>(low)) / ARITY;
         int pivot[ARITY - 1];
@@ -184,8 +177,7 @@ __device__ __forceinline__ int find_pivot(const SearchIn<Elements>& s, int key, 
 }
 
 // As above; `kept` is 0.
-template <typename Elements>
-__device__ __forceinline__ Found search_list(const SearchIn<Elements>& s, bool mass, u32 count, u64 above, const Slot* parts, const Entry* list, double target,
+__device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, const Entry* list, double target,
                                              u32& kept) {
     const Entry entry = listed_entry(list, count, parts);
     const bool there = threadIdx.x < count;
@@ -200,5 +192,7 @@ __device__ __forceinline__ Found search_list(const SearchIn<Elements>& s, bool m
     const int reverse = copy ? -1 - id_of_entry(entry) : LOWEST_KEY;
     return {{key, -1 - find_pivot(s, reverse, copy, -MAX_IDS, -1, none, wanted)}, wanted};
 }
+
+__device__ __forceinline__ Found filter_list(const Search&, u32, const Slot*, int, u64, double, u32&) { return {}; }  // not asked
 
 #endif

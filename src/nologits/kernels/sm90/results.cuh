@@ -57,7 +57,6 @@ __device__ __forceinline__ Drawn draw_gathered(const Gathered& aside, const Boun
 // (contract.cuh); logarithms are spared where that is below the best of the warp.
 __device__ __forceinline__ Drawn draw_chunk(const Search& s, const Boundary& boundary, const Stream& stream, float spread) {
     const float above = last_value(boundary.key), equal = value_of(boundary.key);
-    const Scale scale = s.work.scale;
     Drawn drawn = Drawn::nothing();
     float floor = -infinity();
     s.chunk.sweep_strips([&](const Quad(&quads)[QUADS], int at) {
@@ -73,7 +72,7 @@ __device__ __forceinline__ Drawn draw_chunk(const Search& s, const Boundary& bou
                 any |= keep[q];
 #if LOGPROBS
                 if (x[q] > -infinity()) {
-                    const u64 mass = units(x[q], scale, s.work.table);
+                    const u64 mass = units(x[q], s.work.scale, s.work.table);
                     drawn.total += mass;
                     if (keep[q]) drawn.kept += mass;
                 }

@@ -108,30 +108,30 @@ struct Workspace {
 struct Gathered {
     const Entry* entries;
     int count;
-
-    __device__ __forceinline__ int id(int at) const { return id_of_entry(entries[at]); }
-    __device__ __forceinline__ int terms() const { return (count + 4 * THREADS - 1) / (4 * THREADS) * 4; }
-
-    template <typename Step>
-    __device__ __forceinline__ void sweep(Step step) const {
-        for (int at = 4 * threadIdx.x; at < count; at += 4 * THREADS) {
-            float x[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = at + i < count ? value_of(key_of_entry(entries[at + i])) : -infinity();
-            step(x, at);
-        }
-    }
 };
 
-// A search among the elements of a row that each block holds: a Chunk or what is Gathered.
-template <typename Elements>
-struct SearchIn {
+// A search in a row, by all threads of its cluster: among what the blocks have put aside, or in the whole row.
+struct Search {
     Workspace& work;
-    const Elements& elements;
     const Chunk& chunk;
+    const Gathered& aside;
     Turns& turns;
 
     __device__ __forceinline__ u64 units_of(int key) const { return units(value_of(key), work.scale, work.table); }
     __device__ __forceinline__ Slot (&next_scratch() const)[WARPS] { return work.exchange.scratch[turns.scratch++ & 1]; }
+
+    // Calls step(x, at) for four elements at a time, -inf beyond the last.
+    template <typename Step>
+    __device__ __forceinline__ void sweep(bool near, Step step) const {
+        if (!near) return chunk.sweep(step);
+#pragma unroll 1
+        for (int at = 4 * threadIdx.x; at < aside.count; at += 4 * THREADS) {
+            float x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = at + i < aside.count ? value_of(key_of_entry(aside.entries[at + i])) : -infinity();
+            step(x, at);
+        }
+    }
+    __device__ __forceinline__ int id(bool near, int at) const { return near ? id_of_entry(aside.entries[at]) : chunk.id(at); }
+    __device__ __forceinline__ int terms(bool near) const { return near ? aside.count / THREADS + 4 : chunk.terms(); }  // elements of a thread
 };
-typedef SearchIn<Chunk> Search;

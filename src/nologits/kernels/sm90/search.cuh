@@ -56,8 +56,8 @@ __device__ __forceinline__ u32 count_of(const Slot& part) { return static_cast<u
 
 // ---- one sweep: what lies above, inside and below first .. last
 
-template <bool mass, typename Elements>
-__device__ __forceinline__ Probe<mass> probe(const SearchIn<Elements>& s, int first, int last, int floor, Entry* list, const Slot*& parts) {
+template <bool mass>
+__device__ __noinline__ Probe<mass> probe(const Search& s, bool near, int first, int last, int floor, Entry* list, const Slot*& parts) {
     typedef typename MeasureOf<mass>::type Measure;
     const float low = first_value(first), high = last_value(last), least = first_value(floor + 1);
     const Scale scale = s.work.scale;
@@ -65,7 +65,7 @@ __device__ __forceinline__ Probe<mass> probe(const SearchIn<Elements>& s, int fi
     if (threadIdx.x == 0) work.listed = 0;
     __syncthreads();
     Probe<mass> mine = Probe<mass>::nothing();
-    s.elements.sweep([&](const float(&x)[4], int at) {
+    s.sweep(near, [&](const float(&x)[4], int at) {
         bool inside = false;
         Measure each[4];
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ __forceinline__ Probe<mass> probe(const SearchIn<Elements>& s, int fi
             mine.smallest = min(mine.smallest, key);
             mine.largest = max(mine.largest, key);
             const u32 place = atomicAdd(&work.listed, 1);
-            if (place < LISTED) list[place] = make_entry(key, s.elements.id(at + i));
+            if (place < LISTED) list[place] = make_entry(key, s.id(near, at + i));
         }
     });
     return reduce_row(work.exchange, s.turns, mine, parts);
@@ -95,8 +95,7 @@ __device__ __forceinline__ Probe<mass> probe(const SearchIn<Elements>& s, int fi
 __device__ __forceinline__ float exponent_error(float y) { return fmaf(fabsf(y), 1.3e-7f, 5.0e-7f); }
 
 // The same for masses in fp32, with that error and the whole units that exact masses are rounded to.
-template <typename Elements>
-__device__ __forceinline__ Estimate estimate(const SearchIn<Elements>& s, int first, int last, int floor, Entry* list, const Slot*& parts) {
+__device__ __noinline__ Estimate estimate(const Search& s, bool near, int first, int last, int floor, Entry* list, const Slot*& parts) {
     const float low = first_value(first), high = last_value(last), least = first_value(floor + 1);
     const Scale scale = s.work.scale;
     Workspace& work = s.work;
@@ -105,7 +104,7 @@ __device__ __forceinline__ Estimate estimate(const SearchIn<Elements>& s, int fi
     Estimate mine = Estimate::nothing();
     double above = 0.0, below = 0.0;
     float above_error = 0.0f, below_error = 0.0f;
-    s.elements.sweep([&](const float(&x)[4], int at) {
+    s.sweep(near, [&](const float(&x)[4], int at) {
         float up = 0.0f, down = 0.0f;
         bool inside = false;
 #pragma unroll
@@ -132,10 +131,10 @@ __device__ __forceinline__ Estimate estimate(const SearchIn<Elements>& s, int fi
             mine.smallest = min(mine.smallest, key);
             mine.largest = max(mine.largest, key);
             const u32 place = atomicAdd(&work.listed, 1);
-            if (place < LISTED) list[place] = make_entry(key, s.elements.id(at + i));
+            if (place < LISTED) list[place] = make_entry(key, s.id(near, at + i));
         }
     });
-    const double rounding = static_cast<double>(s.elements.terms());  // half a unit for each term, twice
+    const double rounding = static_cast<double>(s.terms(near));  // half a unit for each term, twice
     mine.above = __double2ull_rn(above * 0x1p40);
     mine.below = __double2ull_rn(below * 0x1p40);
     mine.above_error = __double2ull_ru(above_error * 1.01 * 0x1p40 + rounding);
@@ -175,8 +174,8 @@ struct Goal {
 
 // Narrows the range to the bins around the one that seems to reach the goal, from the histograms that all blocks have filled. Masses
 // are estimated from counts. False if none reaches it; `inside` becomes the measure of the range.
-template <bool mass, typename Elements>
-__device__ __forceinline__ bool narrow(const SearchIn<Elements>& s, Range& range, const Goal& goal, float& inside) {
+template <bool mass>
+__device__ __forceinline__ bool narrow(const Search& s, Range& range, const Goal& goal, float& inside) {
     Workspace& work = s.work;
     const Bins bins(range);
     const u32 span = static_cast<u32>(range.last) - static_cast<u32>(range.first);
@@ -259,13 +258,13 @@ __device__ __forceinline__ bool narrow(const SearchIn<Elements>& s, Range& range
     return reached;
 }
 
-template <bool mass, typename Elements>
-__device__ __forceinline__ bool locate(const SearchIn<Elements>& s, Range& range, const Goal& goal, float& inside) {
+template <bool mass>
+__device__ __noinline__ bool locate(const Search& s, bool near, Range& range, const Goal& goal, float& inside) {
     const Bins bins(range);
     __syncthreads();
     clear_histogram(s.work);
     __syncthreads();
-    s.elements.sweep([&](const float(&x)[4], int) {
+    s.sweep(near, [&](const float(&x)[4], int) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 bin = bins.bin_of(x[i]);
@@ -295,8 +294,7 @@ struct Latest {
 };
 
 // The id of the n-th copy (from 1) of a value by id; `parts` has each block's number of copies.
-template <typename Elements>
-__device__ __forceinline__ int nth_copy(const SearchIn<Elements>& s, float value, u32 n, const Slot* parts) {
+__device__ __noinline__ int nth_copy(const Search& s, float value, u32 n, const Slot* parts) {
     int id = NO_ID;
     const u32 rank = row_rank();
     for (u32 r = 0; r < rank; ++r) n -= count_of(parts[r]);
@@ -322,8 +320,7 @@ __device__ __forceinline__ int nth_copy(const SearchIn<Elements>& s, float value
 }
 
 // The first `kept` of the copies of a key.
-template <typename Elements>
-__device__ __forceinline__ Found cut_copies(const SearchIn<Elements>& s, int key, u32 kept, u32 copies, const Slot* parts) {
+__device__ __forceinline__ Found cut_copies(const Search& s, int key, u32 kept, u32 copies, const Slot* parts) {
     if (kept == copies || !DUPLICATES) return {{key, EVERY_ID}, copies};
     return {{key, nth_copy(s, value_of(key), kept, parts)}, kept};
 }
@@ -339,8 +336,8 @@ __device__ __forceinline__ float lowest_wanted(float peak, float slope, u32 coun
 
 // The shortest prefix of what `floor` keeps that reaches k elements, or (mass) the share p of its mass. `guess`, if it is not empty,
 // is a bracket that seems to hold the boundary.
-template <bool mass, typename Elements>
-__device__ __forceinline__ Found find_boundary(const SearchIn<Elements>& s, const Found& floor, u64 k, double p, Range guess = {1, 0, false}) {
+template <bool mass>
+__device__ __noinline__ Found find_boundary(const Search& s, bool near, const Found& floor, u64 k, double p, Range guess = {1, 0, false}) {
     const int floor_key = floor.boundary.key;
     const u64 floor_each = mass && floor.copies ? s.units_of(floor_key) : 0, floor_mass = floor.copies * floor_each;
     Range range = {max(floor_key + 1, s.work.stats.lowest), s.work.stats.peak, false};
@@ -359,14 +356,14 @@ __device__ __forceinline__ Found find_boundary(const SearchIn<Elements>& s, cons
             const Goal goal = {static_cast<float>((target - static_cast<double>(over)) * unit), 0.0f, mass && !known ? static_cast<float>(p) : 0.0f,
                                floor_mass * unit};
             float ignored;
-            locate<mass>(s, bracket, goal, ignored);
+            locate<mass>(s, near, bracket, goal, ignored);
         }
         guess = {1, 0, false};
         const Slot* parts;
 #if ARITY == 0
         // Nothing to estimate where the range is empty, or masses are not finite.
         if (mass && TIERED && !known && range.first > floor_key && s.work.scale.slope < infinity() && fabsf(s.work.scale.peak) < infinity()) {
-            const Estimate around = estimate(s, bracket.first, bracket.last, floor_key, list, parts);
+            const Estimate around = estimate(s, near, bracket.first, bracket.last, floor_key, list, parts);
             Found result;
             u64 ignored;
             if (around.count <= LISTED && settle(s, around, parts, list, p, floor_mass, result, ignored)) return result;
@@ -375,7 +372,7 @@ __device__ __forceinline__ Found find_boundary(const SearchIn<Elements>& s, cons
             list = s.work.list[turn];
         }
 #endif
-        const Probe<mass> found = probe<mass>(s, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list, parts);
+        const Probe<mass> found = probe<mass>(s, near, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list, parts);
         if (!known) {
             if (mass) target = fmax(p * static_cast<double>(found.total + floor_mass), 0.5);
             else if (found.total <= k) return floor;
@@ -383,7 +380,7 @@ __device__ __forceinline__ Found find_boundary(const SearchIn<Elements>& s, cons
             if (static_cast<double>(found.total) < target) {  // it lies among the copies that the floor keeps
                 const u32 kept = copies_kept(found.total, floor_each, floor.copies, target);
                 if (kept == floor.copies) return floor;
-                probe<false>(s, floor_key, floor_key, floor_key - 1, s.work.list[turn ^ 1], parts);
+                probe<false>(s, near, floor_key, floor_key, floor_key - 1, s.work.list[turn ^ 1], parts);
                 return cut_copies(s, floor_key, kept, floor.copies, parts);
             }
         }
