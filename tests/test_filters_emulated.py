@@ -46,7 +46,7 @@ def kernel(build, monkeypatch):
     how = SimpleNamespace(config=FilterConfig(8), seed=0, poison=0xFF, gathered=8192)
 
     def load(name, entry, threads, shared, defines, index):
-        assert (name, entry, threads) == ("filters", "filter_rows", 512)
+        assert (name, entry, threads) == ("filters", "filter_rows", dict(defines)["THREADS"])
         library, cluster = build((*defines, ("GATHERED", how.gathered))), dict(defines)["CLUSTER"]
         assert library.params_bytes() == ctypes.sizeof(module.Params)
 
@@ -130,16 +130,16 @@ def check_draws(kernel, logits, request, mode):
         torch.testing.assert_close(a.flatten()[~differ], b[~differ], rtol=1e-6, atol=1e-5, equal_nan=True)
 
 
-SHAPES = [  # V, blocks a row, logits that a block can put aside, dtype
-    (33, 1, 8192, F32), (1_000, 8, 8192, BF16), (5_000, 1, 8192, F16), (5_000, 2, 1024, F32),
-    (20_000, 8, 8192, F32), (20_000, 8, 512, F16), (20_000, 2, 8192, BF16), (20_000, 1, 1024, F32),
+SHAPES = [  # V, blocks a row, their threads, logits that a block can put aside, dtype
+    (33, 1, 512, 8192, F32), (1_000, 8, 512, 8192, BF16), (5_000, 1, 512, 8192, F16), (5_000, 2, 1024, 1024, F32),
+    (20_000, 8, 512, 8192, F32), (20_000, 8, 1024, 512, F16), (20_000, 2, 512, 8192, BF16), (20_000, 1, 512, 1024, F32),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("vocab", "cluster", "gathered", "dtype"), SHAPES, ids=str)
-def test_sets_of_every_family(vocab, cluster, gathered, dtype, kernel):
+@pytest.mark.parametrize(("vocab", "cluster", "threads", "gathered", "dtype"), SHAPES, ids=str)
+def test_sets_of_every_family(vocab, cluster, threads, gathered, dtype, kernel):
     """Rows that are put aside as they are, and rows of which a sample says what to put aside."""
-    kernel.config, kernel.gathered = FilterConfig(cluster), gathered
+    kernel.config, kernel.gathered = FilterConfig(cluster, threads), gathered
     for family in MADE:
         requests = REQUESTS if cluster < 8 else random.Random(family).sample(REQUESTS, 12)
         check_sets(kernel, rows_of(family, len(requests), vocab, dtype), request_of(requests), f"{family} {vocab} {dtype}")
@@ -156,14 +156,14 @@ SEARCHES = [SearchConfig(TRUNCATE=0), SearchConfig(TIERED=0), SearchConfig(ARITY
 
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 def test_sets_of_every_search(search, kernel):
-    kernel.config = FilterConfig(2, search)
+    kernel.config = FilterConfig(2, search=search)
     for vocab in (4_999, 20_001):
         check_sets(kernel, mixed(30, vocab, F32), request_of(REQUESTS), str(search))
 
 
 def test_copies_that_are_all_kept_are_seen(kernel):
     """The control: without the rule for copies of the boundary value the comparison fails."""
-    kernel.config = FilterConfig(2, SearchConfig(DUPLICATES=0))
+    kernel.config = FilterConfig(2, search=SearchConfig(DUPLICATES=0))
     with pytest.raises(AssertionError, match=r"^ties: other sets"):
         check_sets(kernel, rows_of("ties", 30, 5_000, F32), request_of(REQUESTS), "ties")
 

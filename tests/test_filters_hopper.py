@@ -133,7 +133,7 @@ def test_sets_of_a_trained_model_equal_the_sort():
 
 
 @pytest.mark.parametrize("vocab", [1, 33, 1_000, 20_001])
-@pytest.mark.parametrize("config", LAUNCHES + [FilterConfig(8, search) for search in SEARCHES], ids=str)
+@pytest.mark.parametrize("config", LAUNCHES + [FilterConfig(8, search=search) for search in SEARCHES], ids=str)
 def test_sets_equal_the_sort_in_every_launch_and_search(config, vocab, force):
     """Also where most blocks of a cluster have no logits at all."""
     force(config)
@@ -142,7 +142,7 @@ def test_sets_equal_the_sort_in_every_launch_and_search(config, vocab, force):
 
 def test_copies_that_are_all_kept_are_seen(force):
     """The control of the tests above: without the rule for copies of the boundary value the comparison fails."""
-    force(FilterConfig(8, SearchConfig(DUPLICATES=0)))
+    force(FilterConfig(8, search=SearchConfig(DUPLICATES=0)))
     with pytest.raises(AssertionError, match=r"^ties .* other sets"):
         check_families(["ties"], 4, 20_001, torch.float32, turns=1)
 

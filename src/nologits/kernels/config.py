@@ -64,9 +64,10 @@ SHIPPED_SEARCH = SearchConfig()
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """Launch of the Hopper kernel of the filters: ``cluster`` blocks share each row."""
+    """Launch of the Hopper kernel of the filters: ``cluster`` blocks of ``threads`` share each row."""
 
     cluster: int
+    threads: int = 512
     search: SearchConfig = SHIPPED_SEARCH
 
     def chunk(self, vocab: int) -> int:
@@ -153,8 +154,9 @@ FILTER_GATHERED = 8192
 
 
 def filter_config(vocab: int, batch: int, processors: int) -> FilterConfig:
-    """The launch of the filters' kernel: as many blocks a row as the chip has room for, two a multiprocessor, at most 16."""
+    """The launch of the filters' kernel: one large block a multiprocessor or two small ones, as many a row as there is room for, at
+    most 16."""
     cluster = 1
-    while cluster < 16 and vocab > FILTER_GATHERED * cluster and 2 * cluster * batch <= 2 * processors:
+    while cluster < 16 and vocab > FILTER_GATHERED * cluster and 2 * cluster * batch <= processors:
         cluster *= 2
-    return FilterConfig(cluster)
+    return FilterConfig(cluster, 1024 if vocab > FILTER_GATHERED and cluster * batch <= processors else 512)

@@ -13,7 +13,6 @@ from .arguments import on_device, stride_of, temperature_arguments
 from .config import FILTER_GATHERED, FilterConfig, filter_config, multiprocessors
 from .nvrtc import Kernel, load
 
-_THREADS = 512
 _GATHERED_BYTES = 8 * FILTER_GATHERED
 _ELEMENTS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -61,11 +60,11 @@ def filter_kernel(logits: Tensor, config: FilterConfig, outputs: dict[str, int])
     """The kernel for these outputs, compiled on first use."""
     features = {"MASK": 0, "DRAW": 0, "LOGPROBS": 0} | outputs
     defines = (
-        ("CLUSTER", config.cluster), ("ELEMENT", _ELEMENTS[logits.dtype]),
+        ("CLUSTER", config.cluster), ("THREADS", config.threads), ("ELEMENT", _ELEMENTS[logits.dtype]),
         *features.items(), *config.search._asdict().items(),
     )  # fmt: skip
     index = logits.device.index if logits.device.index is not None else torch.cuda.current_device()
-    return load("filters", "filter_rows", _THREADS, _GATHERED_BYTES, defines, index)
+    return load("filters", "filter_rows", config.threads, _GATHERED_BYTES, defines, index)
 
 
 def _launch(

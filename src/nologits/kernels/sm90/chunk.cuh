@@ -100,23 +100,43 @@ struct Chunk {
         for (int strip = STRIP * (threadIdx.x >> 5); strip < count; strip += STEP) {
             const int at = strip + lane_offset(threadIdx.x & 31);
             Quad quads[QUADS];
+            if (aligned && strip + STRIP <= count) {
 #pragma unroll
-            for (int q = 0; q < QUADS; ++q) quads[q] = aligned && strip + STRIP <= count ? load_cached(global + at + quad_offset(q)) : load(at + quad_offset(q));
+                for (int q = 0; q < QUADS; ++q) quads[q] = load_cached(global + at + quad_offset(q));
+            } else {
+#pragma unroll 1
+                for (int q = 0; q < QUADS; ++q) {
+#pragma unroll
+                    for (int r = 0; r + 1 < QUADS; ++r) quads[r] = quads[r + 1];
+                    quads[QUADS - 1] = load(at + quad_offset(q));
+                }
+            }
             step(quads, at);
         }
     }
 
-    // Calls step(x, at) for all quads.
+    // Calls step(quad, at) for all quads. The step is there once, and its quads move up: code that is read for the first time costs
+    // more than it takes to move them.
+    template <typename Step>
+    __device__ __forceinline__ void sweep_quads(Step step) const {
+        sweep_strips([&](Quad(&quads)[QUADS], int at) {
+#pragma unroll 1
+            for (int q = 0; q < QUADS; ++q) {
+                step(quads[0], at + quad_offset(q));
+#pragma unroll
+                for (int r = 0; r + 1 < QUADS; ++r) quads[r] = quads[r + 1];
+            }
+        });
+    }
+
+    // Calls step(x, at) for all quads, as numbers.
     template <typename Step>
     __device__ __forceinline__ void sweep(Step step) const {
-        sweep_strips([&](const Quad(&quads)[QUADS], int at) {
+        sweep_quads([&](const Quad& quad, int at) {
+            float x[4];
 #pragma unroll
-            for (int q = 0; q < QUADS; ++q) {
-                float x[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) x[i] = as_float(quads[q].e[i]);
-                step(x, at + quad_offset(q));
-            }
+            for (int i = 0; i < 4; ++i) x[i] = as_float(quad.e[i]);
+            step(x, at);
         });
     }
 };

@@ -9,7 +9,9 @@
 #define CLUSTER 8  // thread blocks a row
 #endif
 
-constexpr int THREADS = 512;
+#ifndef THREADS
+#define THREADS 512
+#endif
 constexpr int WARPS = THREADS / 32;
 
 struct alignas(16) Slot {

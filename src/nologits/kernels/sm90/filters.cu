@@ -115,7 +115,7 @@ __device__ __forceinline__ bool find_nucleus(const Search& s, const Slot* parts,
     return false;
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) filter_rows(const __grid_constant__ Params p) {
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1024 / THREADS) filter_rows(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Workspace work;
     const int row = blockIdx.x / CLUSTER, first = row_rank() * p.chunk;
@@ -127,6 +127,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         work.request = make_request(p, row);
         work.guess = {infinity(), 0.0f, {1, 0, false}};
     }
+    const bool whole = TIERED && p.chunk <= GATHERED;
+    const Sample sample(whole_row, TRUNCATE && TIERED && !whole);  // on its way
     sync_row();  // also: all blocks have started, and can be written to
     const Request& request = work.request;
     const bool top_k = request.top_k > 0, top_p = request.top_p < 1.0, min_p = request.min_p > 0.0;
@@ -134,9 +136,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     // One sweep
     Turns turns = {};
     const Slot* parts;
-    const bool whole = TIERED && p.chunk <= GATHERED;
     if (TRUNCATE && TIERED && !whole && (top_k || top_p || min_p)) {
-        const Guess guess = guess_row(whole_row, work, turns, request.top_k, top_k || min_p ? 1.0 : request.top_p, request.temperature);
+        const Guess guess = guess_row(sample, p.V, work, turns);
         __syncthreads();
         if (threadIdx.x == 0) work.guess = guess;
     }

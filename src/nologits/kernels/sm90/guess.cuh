@@ -3,18 +3,20 @@
 #pragma once
 #include "search.cuh"
 
-constexpr float AIM = 350.0f;  // logits to put aside: a list holds them, and a nucleus of a peaked row often has fewer
+// Logits to put aside: for a top-k that is not larger; for a nucleus, which often has fewer in a peaked row; for a min-p, which searches
+// no list.
+constexpr float AIM_K = 160.0f, AIM_P = 350.0f, AIM_MIN_P = 1000.0f;
 constexpr float FINITE = 3.4028234663852886e38f;
 
 struct Moments {
     float sum, squares;  // of logits above -inf, less `shift`
     u32 count;
-    int lowest, peak;  // keys
+    float lowest, peak;
 
     __device__ __forceinline__ Moments over_lanes() const {
-        return {sum_lanes(sum), sum_lanes(squares), sum_lanes(count), min_lanes(lowest), max_lanes(peak)};
+        return {sum_lanes(sum), sum_lanes(squares), sum_lanes(count), value_of(min_lanes(key_of(lowest))), value_of(max_lanes(key_of(peak)))};
     }
-    static __device__ __forceinline__ Moments nothing() { return {0.0f, 0.0f, 0, HIGHEST_KEY, LOWEST_KEY}; }
+    static __device__ __forceinline__ Moments nothing() { return {0.0f, 0.0f, 0, infinity(), -infinity()}; }
     __device__ __forceinline__ float mean() const { return sum / count; }
     __device__ __forceinline__ float sigma() const { return sqrtf(fmaxf(0.0f, squares / count - mean() * mean())); }
 };
@@ -27,9 +29,10 @@ struct Counted {
 
 // A thread's part of the sample: of 64 segments of 128 neighbours, evenly over the row.
 struct Sample {
-    float x[4 * QUADS];
+    float first, x[4 * QUADS];
 
-    __device__ __forceinline__ explicit Sample(const Chunk& row) {
+    __device__ __forceinline__ Sample(const Chunk& row, bool wanted) : first(as_float(row.global[0])) {
+        if (!wanted) return;
 #pragma unroll
         for (int q = 0; q < QUADS; ++q) {
             const i64 segment = QUADS * (threadIdx.x >> 5) + q;
@@ -49,8 +52,8 @@ struct Sample {
             mine.count += 1;
             mine.sum += value;
             mine.squares = fmaf(value, value, mine.squares);
-            mine.lowest = min(mine.lowest, key_of(x[i]));
-            mine.peak = max(mine.peak, key_of(x[i]));
+            mine.lowest = fminf(mine.lowest, x[i]);
+            mine.peak = fmaxf(mine.peak, x[i]);
         }
         return reduce_block(scratch, mine);
     }
@@ -73,7 +76,7 @@ struct Sample {
             if (x[i] >= bins.low) atomicAdd(&work.histogram[x[i] <= bins.high ? bins.bin_of(x[i]) : BINS - 1], 1);
         __syncthreads();
         const int upper = BINS - 1 - 4 * threadIdx.x;
-        const uint4 mine = *reinterpret_cast<const uint4*>(&work.histogram[upper - 3]);
+        const uint4 mine = threadIdx.x < FOURS ? *reinterpret_cast<const uint4*>(&work.histogram[upper - 3]) : make_uint4(0, 0, 0, 0);
         const Running running = scan_block(scratch, {mine.x + mine.y + mine.z + mine.w, 0.0f});
         const u32 after = running.through.count - (mine.x + mine.y + mine.z + mine.w);
         if (after < wanted && wanted <= running.through.count) {
@@ -93,40 +96,37 @@ struct Sample {
 };
 
 // Every block of a cluster makes the same guess, from the same logits.
-__device__ __forceinline__ Guess guess_row(const Chunk& row, Workspace& work, Turns& turns, i64 top_k, double top_p, float temperature) {
+__device__ __forceinline__ Guess guess_row(const Sample& sample, int count, Workspace& work, Turns& turns) {
     auto scratch = [&]() -> Slot(&)[WARPS] { return work.exchange.scratch[turns.scratch++ & 1]; };
+    const Request& request = work.request;
     Guess guess = {infinity(), 0.0f, {1, 0, false}};
-    const Sample sample(row);
-    const float any = as_float(row.global[0]), shift = fabsf(any) < infinity() ? any : 0.0f;
+    const float shift = fabsf(sample.first) < infinity() ? sample.first : 0.0f;
     Moments m = sample.moments(scratch(), shift, -FINITE, FINITE);
-    guess.anchor = m.count ? value_of(m.peak) : 0.0f;
+    guess.anchor = m.count ? m.peak : 0.0f;
 
     // In the sample: how many stand for those to put aside, for all of k in any case
-    const float stride = static_cast<float>(row.count) / (4 * QUADS * THREADS), k = top_k / stride;
-    const float wanted = fmaxf(AIM / stride, top_k ? k + 4.0f * sqrtf(k) + 4.0f : 0.0f);
+    const float stride = static_cast<float>(count) / (4 * QUADS * THREADS), k = request.top_k / stride;
+    const float wanted = request.top_k ? fmaxf(AIM_K / stride, k + 4.0f * sqrtf(k) + 4.0f) : (request.min_p > 0.0 ? AIM_MIN_P : AIM_P) / stride;
     if (wanted * stride > 0.75f * GATHERED * CLUSTER) return guess;
     if (m.count < 2.0f * wanted) {
         guess.top = -FINITE;  // all there are
         return guess;
     }
-    float lowest = value_of(m.lowest), peak = value_of(m.peak);
-    for (int turn = 0; turn < 2 && !(fmaxf(peak - shift - m.mean(), shift + m.mean() - lowest) < 12.0f * m.sigma()); ++turn) {  // without outliers
+    for (int turn = 0; turn < 2 && !(fmaxf(m.peak - shift - m.mean(), shift + m.mean() - m.lowest) < 12.0f * m.sigma()); ++turn) {  // without outliers
         const float reach = m.sigma() < infinity() ? 12.0f * m.sigma() : FINITE / 2;
         m = sample.moments(scratch(), shift, fmaxf(shift + m.mean() - reach, -FINITE), fminf(shift + m.mean() + reach, FINITE));
         if (!m.count) return guess;
-        lowest = value_of(m.lowest), peak = value_of(m.peak);
     }
 
     // A normal row has as many above this
     const float share = wanted / m.count;
     guess.top = shift + m.mean() - m.sigma() * normcdfinvf(share);
     const u32 found = sample.count_from(scratch(), guess.top);
-    if (!(2.0f * found >= wanted && found <= 2.0f * wanted)) guess.top = sample.top_of(work, scratch(), static_cast<u32>(wanted), {key_of(lowest), key_of(peak), false});
-    if (!(guess.top > lowest)) guess.top = infinity();
+    if (!(2.0f * found >= wanted && found <= 2.0f * wanted)) guess.top = sample.top_of(work, scratch(), static_cast<u32>(wanted), {key_of(m.lowest), key_of(m.peak), false});
+    if (!(guess.top > m.lowest)) guess.top = infinity();
 
-    const float slope = LOG2E / temperature;
-    if (guess.top < infinity() && top_p < 1.0) {
-        const float low = fmaxf(lowest, lowest_wanted(guess.anchor, slope, row.count, top_p));
+    if (guess.top < infinity() && request.top_p < 1.0 && !request.top_k && !(request.min_p > 0.0)) {
+        const float low = fmaxf(m.lowest, lowest_wanted(guess.anchor, LOG2E / request.temperature, count, request.top_p));
         guess.others = {min(key_of(low), key_of(guess.top) - 1), key_of(guess.top) - 1, false};
     }
     return guess;

@@ -28,32 +28,22 @@ __device__ __forceinline__ Entry listed_entry(const Entry* list, u32 count, cons
 
 #if ARITY == 0
 
-// Puts the entries in order. A bitonic sort: partners in a warp exchange by shuffles, others through shared memory.
-__device__ __noinline__ void sort_list(Entry* sorted, u32 count, Entry mine) {
-    const u32 thread = threadIdx.x;
-    auto exchange = [&](Entry other, u32 size, u32 stride) {
-        const bool larger = ((thread & size) == 0) == ((thread & stride) == 0);  // this thread keeps the larger of the two
-        mine = (other > mine) == larger ? other : mine;
-    };
-#pragma unroll
-    for (u32 size = 2; size <= 32; size *= 2) {
-#pragma unroll
-        for (u32 stride = size / 2; stride; stride /= 2) exchange(__shfl_xor_sync(ALL, mine, stride), size, stride);
-    }
-#pragma unroll 1
-    for (u32 size = 64; size < 2 * count; size *= 2) {
-#pragma unroll 1
-        for (u32 stride = size / 2; stride >= 32; stride /= 2) {
-            __syncthreads();
-            sorted[thread] = mine;
-            __syncthreads();
-            exchange(sorted[thread ^ stride], size, stride);
+// Puts the entries in order, one a thread: its place is how many are larger.
+__device__ __noinline__ void sort_list(Entry (&sorted)[LISTED], u32 count, Entry mine) {
+    __syncthreads();
+    if (threadIdx.x < LISTED) sorted[threadIdx.x] = mine;
+    __syncthreads();
+    u32 place[2] = {0, 0};
+    if ((threadIdx.x & ~31u) < count) {
+#pragma unroll 4
+        for (u32 i = 0; i < count; i += 2) {
+            const Pair pair = *reinterpret_cast<const Pair*>(&sorted[i]);
+            place[0] += pair.first > mine;
+            place[1] += pair.second > mine;
         }
-#pragma unroll
-        for (u32 stride = 16; stride; stride /= 2) exchange(__shfl_xor_sync(ALL, mine, stride), size, stride);
     }
     __syncthreads();
-    sorted[thread] = mine;
+    if (threadIdx.x < count) sorted[place[0] + place[1]] = mine;
     __syncthreads();
 }
 
@@ -82,15 +72,16 @@ __device__ __noinline__ bool settle(const Search& s, const Estimate& around, con
                                        Found& found, u64& inside) {
     const u32 count = around.count;
     if (!count) return false;
-    sort_list(s.work.sorted, count, listed_entry(list, count, parts));
+    const Entry entry = listed_entry(list, count, parts);
+    scan_masses(s.next_scratch(), threadIdx.x < count ? s.units_of(key_of_entry(entry)) : 0, inside);
+    const double above = static_cast<double>(around.above), all = above + static_cast<double>(inside);
+    const double total = all + static_cast<double>(around.below + floor_mass), doubt = around.doubt(p, total);
+    if (!(above < p * total - doubt && all > p * total + doubt)) return false;  // it lies above the list, or below, or who knows
+    sort_list(s.work.sorted, count, entry);
     const u64 mine = threadIdx.x < count ? s.units_of(key_of_entry(s.work.sorted[threadIdx.x])) : 0;
     const u64 through = scan_masses(s.next_scratch(), mine, inside);
-    const double above = static_cast<double>(around.above), total = above + static_cast<double>(inside + around.below + floor_mass);
-    const double doubt = around.doubt(p, total);
-    const double before = above + static_cast<double>(through - mine) - p * total, after = before + static_cast<double>(mine);
-    bool unclear = threadIdx.x < count && fabs(before) <= doubt;
-    if (threadIdx.x == 0) unclear |= before >= 0.0;             // it lies above the list
-    if (threadIdx.x == count - 1) unclear |= !(after > doubt);  // or below
+    const double before = above + static_cast<double>(through - mine) - p * total;
+    const bool unclear = threadIdx.x < count && fabs(before) <= doubt;
     if (__syncthreads_or(unclear)) return false;
     found = last_kept(s, __syncthreads_count(threadIdx.x < count && before < 0.0));
     return true;

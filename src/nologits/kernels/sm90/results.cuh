@@ -59,15 +59,16 @@ __device__ __forceinline__ Drawn draw_chunk(const Search& s, const Boundary& bou
     const float above = last_value(boundary.key), equal = value_of(boundary.key);
     Drawn drawn = Drawn::nothing();
     float floor = -infinity();
-    s.chunk.sweep_strips([&](const Quad(&quads)[QUADS], int at) {
-#pragma unroll
+    s.chunk.sweep_strips([&](Quad(&quads)[QUADS], int at) {
+#pragma unroll 1
         for (int i = 0; i < 4; ++i) {
             const int id = s.chunk.id(at + i);
             float x[QUADS];
             bool keep[QUADS], any = false;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
-                x[q] = as_float(quads[q].e[i]);
+                x[q] = as_float(quads[q].e[0]);
+                quads[q] = {{quads[q].e[1], quads[q].e[2], quads[q].e[3], quads[q].e[0]}};
                 keep[q] = x[q] > above || (x[q] == equal && id + quad_offset(q) <= boundary.last_id);
                 any |= keep[q];
 #if LOGPROBS
@@ -99,18 +100,14 @@ __device__ __forceinline__ Drawn draw_chunk(const Search& s, const Boundary& bou
 
 __device__ __forceinline__ void write_kept(const Chunk& chunk, const Boundary& boundary, bool valid, Element* out, Element dropped) {
     const float above = last_value(boundary.key), equal = value_of(boundary.key);
-    chunk.sweep_strips([&](Quad(&quads)[QUADS], int at) {
+    chunk.sweep_quads([&](Quad& quad, int at) {
 #pragma unroll
-        for (int q = 0; q < QUADS; ++q) {
-            const int quad = at + quad_offset(q);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float x = as_float(quads[q].e[i]);
-                const bool keep = valid && (x > above || (x == equal && chunk.id(quad + i) <= boundary.last_id));
-                if (!keep) quads[q].e[i] = dropped;
-            }
-            chunk.store(out, quad, quads[q]);
+        for (int i = 0; i < 4; ++i) {
+            const float x = as_float(quad.e[i]);
+            const bool keep = valid && (x > above || (x == equal && chunk.id(at + i) <= boundary.last_id));
+            if (!keep) quad.e[i] = dropped;
         }
+        chunk.store(out, at, quad);
     });
 }
 

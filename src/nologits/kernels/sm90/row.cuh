@@ -15,8 +15,8 @@
 #define GATHERED 8192  // logits that a block can put aside
 #endif
 
-constexpr int BINS = 4 * THREADS;
-constexpr int LISTED = THREADS;         // entries of a row's list
+constexpr int BINS = 2048;
+constexpr int LISTED = 512;             // entries of a row's list
 constexpr float MARGIN = 32.0f;         // elements on both sides of where a histogram says the boundary is
 constexpr int NO_ID = -1, EVERY_ID = 0x7FFFFFFF, MAX_IDS = 1 << 22;
 constexpr int HIGHEST_KEY = 0x7FFFFFFF, LOWEST_KEY = static_cast<int>(0x80000000);  // no logit has them
@@ -43,6 +43,9 @@ struct Found {
 
 // A token of the row; a larger one comes first: larger key, then smaller id.
 typedef u64 Entry;
+struct alignas(16) Pair {
+    Entry first, second;
+};
 
 __device__ __forceinline__ Entry make_entry(int key, int id) { return static_cast<u64>(static_cast<u32>(key) ^ 0x80000000u) << 32 | ~static_cast<u32>(id); }
 __device__ __forceinline__ int key_of_entry(Entry entry) { return static_cast<int>(static_cast<u32>(entry >> 32) ^ 0x80000000u); }
@@ -96,7 +99,7 @@ struct Workspace {
     alignas(16) u32 histogram[BINS];    // of this block
     alignas(16) u32 totals[BINS];       // of the row
     alignas(16) Entry list[2][LISTED];  // of this block; two, so that nobody overwrites what others still read
-    Entry sorted[LISTED];
+    alignas(16) Entry sorted[LISTED];
     u32 gathered, listed;
     u32 before, until;         // counts around the bin that is looked for
     float to_upper, to_lower;  // elements between the boundary and the edges of that bin

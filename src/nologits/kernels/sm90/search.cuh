@@ -164,7 +164,11 @@ struct Bins {
     __device__ __forceinline__ float middle(int bin) const { return by_key ? value_of(key_from(bin)) : low + (bin + 0.5f) * width; }
 };
 
-__device__ __forceinline__ void clear_histogram(Workspace& work) { *reinterpret_cast<uint4*>(&work.histogram[4 * threadIdx.x]) = make_uint4(0, 0, 0, 0); }
+constexpr int FOURS = BINS / 4;  // threads that have four bins each
+
+__device__ __forceinline__ void clear_histogram(Workspace& work) {
+    if (threadIdx.x < FOURS) *reinterpret_cast<uint4*>(&work.histogram[4 * threadIdx.x]) = make_uint4(0, 0, 0, 0);
+}
 
 // What a histogram is asked: where the measure from the top, and `over` from above it, reaches `target`; or (share above 0) that share
 // of all the measure, of which `beside` lies outside the range. Masses are in units of the peak's.
@@ -183,30 +187,33 @@ __device__ __forceinline__ bool narrow(const Search& s, Range& range, const Goal
     sync_row();
 
     // Every block adds up its share of the bins, and tells the others: that moves less than if each added up all
-    constexpr int SHARE = THREADS / CLUSTER;  // in fours of bins
+    constexpr int SHARE = FOURS / CLUSTER;
     const u32 block = threadIdx.x / SHARE, place = threadIdx.x % SHARE, four = row_rank() * SHARE + place;
+    const bool busy = threadIdx.x < FOURS;
     uint4* const parts = reinterpret_cast<uint4*>(work.list);
-    parts[threadIdx.x] = load_remote(&work.histogram[4 * four], block);
+    if (busy) parts[threadIdx.x] = load_remote(&work.histogram[4 * four], block);
     __syncthreads();
-    uint4 sum = make_uint4(0, 0, 0, 0);
+    if (busy) {
+        uint4 sum = make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) {
-        const uint4 part = parts[r * SHARE + place];
-        sum = make_uint4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+        for (int r = 0; r < CLUSTER; ++r) {
+            const uint4 part = parts[r * SHARE + place];
+            sum = make_uint4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+        }
+        store_remote(remote_address(&work.totals[4 * four], block), static_cast<u64>(sum.y) << 32 | sum.x);
+        store_remote(remote_address(&work.totals[4 * four + 2], block), static_cast<u64>(sum.w) << 32 | sum.z);
     }
-    store_remote(remote_address(&work.totals[4 * four], block), static_cast<u64>(sum.y) << 32 | sum.x);
-    store_remote(remote_address(&work.totals[4 * four + 2], block), static_cast<u64>(sum.w) << 32 | sum.z);
     sync_row();
 
     // Four bins a thread, from the top
     const int upper = BINS - 1 - 4 * threadIdx.x;
-    const uint4 mine = *reinterpret_cast<const uint4*>(&work.totals[upper - 3]);
+    const uint4 mine = busy ? *reinterpret_cast<const uint4*>(&work.totals[upper - 3]) : make_uint4(0, 0, 0, 0);
     const u32 count[4] = {mine.w, mine.z, mine.y, mine.x};
     float each[4];
     Binned all = {0, 0.0f};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float middle = bins.middle(upper - i);
+        const float middle = bins.middle(max(0, upper - i));
         each[i] = mass && middle < work.scale.peak ? exp2_approx((middle - work.scale.peak) * work.scale.slope) : 1.0f;
         all.count += count[i];
         if (count[i]) all.measure += count[i] * each[i];
@@ -241,6 +248,7 @@ __device__ __forceinline__ bool narrow(const Search& s, Range& range, const Goal
         const int at = upper - i;
         const u32 until_before = until;
         until += count[i];
+        if (!busy) break;
         if (at == found || (at < found && until_before - found_until + to_lower < margin)) atomicMin(&work.lowest, at);
         if (at == found || (at > found && found_before - until + to_upper < margin)) atomicMax(&work.highest, at);
     }
