@@ -18,16 +18,12 @@ struct alignas(16) Slot {
     u64 words[6];
 };
 
-// Two of each, used in turn: between two uses of the same one lies a barrier, after which nobody reads what was there.
 struct Exchange {
-    Slot board[2][CLUSTER];  // what each block of the cluster said
-    Slot scratch[2][WARPS];  // what each warp of this block said
+    Slot board[2][CLUSTER];  // what each block of the cluster said; two, used in turn, for some may still read while others write
+    Slot scratch[WARPS];     // what each warp of this block said
+    u32 turn;                // the board that was used last
 };
-
-// How often each was used. They count apart: most reductions are a block's own, and do not wait for the others.
-struct Turns {
-    u32 board, scratch;
-};
+__shared__ Exchange exchanged;
 
 __device__ __forceinline__ u32 remote_address(const void* pointer, u32 rank) {
     u32 remote;
@@ -99,31 +95,41 @@ __device__ __forceinline__ float sum_lanes(float x) {
 __device__ __forceinline__ int min_lanes(int x) { return __reduce_min_sync(ALL, x); }
 __device__ __forceinline__ int max_lanes(int x) { return __reduce_max_sync(ALL, x); }
 
-// ---- over more
+// ---- over more. All threads of the block, or of the row, call these together
 
 // Over a block; known to all threads.
 template <typename T>
-__device__ __forceinline__ T reduce_block(Slot (&scratch)[WARPS], const T& mine) {
+__device__ __forceinline__ T reduce_block(const T& mine) {
     const int lane = threadIdx.x & 31;
     const T of_warp = mine.over_lanes();
-    if (lane == 0) *reinterpret_cast<T*>(&scratch[threadIdx.x >> 5]) = of_warp;
     __syncthreads();
-    const T other = lane < WARPS ? *reinterpret_cast<const T*>(&scratch[lane]) : T::nothing();
+    if (lane == 0) *reinterpret_cast<T*>(&exchanged.scratch[threadIdx.x >> 5]) = of_warp;
+    __syncthreads();
+    const T other = lane < WARPS ? *reinterpret_cast<const T*>(&exchanged.scratch[lane]) : T::nothing();
     return other.over_lanes();
 }
 
-// Over a row; known to all threads. `parts` becomes what each block has.
+// Before the first reduction over a row.
+__device__ __forceinline__ void begin_exchange() {
+    if (threadIdx.x == 0) exchanged.turn = 0;
+}
+
+// What each block of the row gave to the last reduction over it.
+__device__ __forceinline__ const Slot* last_board() { return exchanged.board[exchanged.turn]; }
+
+// Over a row; known to all threads.
 template <typename T>
-__device__ __forceinline__ T reduce_row(Exchange& exchange, Turns& turns, const T& mine, const Slot*& parts) {
+__device__ __forceinline__ T reduce_row(const T& mine) {
     static_assert(sizeof(T) <= sizeof(Slot), "fits a slot");
-    Slot(&board)[CLUSTER] = exchange.board[turns.board++ & 1];
-    Slot(&scratch)[WARPS] = exchange.scratch[turns.scratch++ & 1];
     const int lane = threadIdx.x & 31;
     const T of_warp = mine.over_lanes();
-    if (lane == 0) *reinterpret_cast<T*>(&scratch[threadIdx.x >> 5]) = of_warp;
     __syncthreads();
+    if (threadIdx.x == 0) exchanged.turn ^= 1;
+    if (lane == 0) *reinterpret_cast<T*>(&exchanged.scratch[threadIdx.x >> 5]) = of_warp;
+    __syncthreads();
+    const Slot* const board = last_board();
     if (threadIdx.x < 32) {
-        const T other = lane < WARPS ? *reinterpret_cast<const T*>(&scratch[lane]) : T::nothing();
+        const T other = lane < WARPS ? *reinterpret_cast<const T*>(&exchanged.scratch[lane]) : T::nothing();
         Slot slot;
         *reinterpret_cast<T*>(&slot) = other.over_lanes();
         if (lane < CLUSTER) {
@@ -133,7 +139,6 @@ __device__ __forceinline__ T reduce_row(Exchange& exchange, Turns& turns, const 
         }
     }
     sync_row();
-    parts = board;
     const T other = lane < CLUSTER ? *reinterpret_cast<const T*>(&board[lane]) : T::nothing();
     return other.over_lanes();
 }
@@ -149,17 +154,33 @@ struct Running {
     Binned through, total;  // up to this thread with it; of all
 };
 
-__device__ __forceinline__ Running scan_block(Slot (&scratch)[WARPS], Binned mine) {
+__device__ __forceinline__ Running scan_block(Binned mine) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes <<= 1) {
         const Binned other = {__shfl_up_sync(ALL, mine.count, lanes), __shfl_up_sync(ALL, mine.measure, lanes)};
         if (lane >= lanes) mine = {mine.count + other.count, mine.measure + other.measure};
     }
-    if (lane == 31) *reinterpret_cast<Binned*>(&scratch[warp]) = mine;
     __syncthreads();
-    const Binned other = lane < WARPS ? *reinterpret_cast<const Binned*>(&scratch[lane]) : Binned{0, 0.0f};
+    if (lane == 31) *reinterpret_cast<Binned*>(&exchanged.scratch[warp]) = mine;
+    __syncthreads();
+    const Binned other = lane < WARPS ? *reinterpret_cast<const Binned*>(&exchanged.scratch[lane]) : Binned{0, 0.0f};
     const bool earlier = lane < warp;
     return {{sum_lanes(earlier ? other.count : 0u) + mine.count, sum_lanes(earlier ? other.measure : 0.0f) + mine.measure},
             {sum_lanes(other.count), sum_lanes(other.measure)}};
+}
+
+__device__ __forceinline__ u64 scan_block(u64 mine, u64& total) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes <<= 1) {
+        const u64 other = __shfl_up_sync(ALL, mine, lanes);
+        if (lane >= lanes) mine += other;
+    }
+    __syncthreads();
+    if (lane == 31) exchanged.scratch[warp].words[0] = mine;
+    __syncthreads();
+    const u64 other = lane < WARPS ? exchanged.scratch[lane].words[0] : 0;
+    total = sum_lanes(other);
+    return sum_lanes(lane < warp ? other : 0ull) + mine;
 }

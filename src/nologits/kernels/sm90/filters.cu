@@ -54,7 +54,8 @@ __device__ __forceinline__ Request make_request(const Params& p, int row) {
 }
 
 // The smallest key whose share of the peak's probability is at least min_p; by one warp.
-__device__ __forceinline__ int lowest_likely(const Scale& scale, double min_p, float temperature) {
+__device__ __noinline__ int lowest_likely(double min_p, float temperature) {
+    const Scale scale = work.scale;
     auto likely = [&](int key) {
         const float x = value_of(key);
         if (x == scale.peak) return true;
@@ -78,82 +79,76 @@ __device__ __forceinline__ int lowest_likely(const Scale& scale, double min_p, f
 }
 
 // A top-p of a row of which the largest logits are put aside and the others were weighed. True if the boundary lies among the former.
-__device__ __forceinline__ bool find_nucleus(const Search& s, const Slot* parts, double p, Found& found) {
+__device__ __noinline__ bool find_nucleus(double p, Found& found) {
 #if ARITY == 0
-    const Guess& guess = s.work.guess;
-    const Statistics& stats = s.work.stats;
-    const int top = key_of(guess.top);
-    const double unit = exp2((static_cast<double>(guess.anchor) - s.work.scale.peak) * s.work.scale.factor / PARTS);
-    const u64 below = __double2ull_rn(stats.below * unit), below_error = __double2ull_ru(stats.below_error * unit + 1.0);
+    const int top = key_of(work.guess.top);
+    const u32 count = work.stats.gathered;
+    const double unit = exp2((static_cast<double>(work.guess.anchor) - work.scale.peak) * work.scale.factor / PARTS);
+    const u64 below = __double2ull_rn(work.stats.below * unit), below_error = __double2ull_ru(work.stats.below_error * unit + 1.0);
     u64 above = 0;  // mass of what is put aside
     float ignored;
-    Range bracket = guess.others;
-    if (stats.gathered <= LISTED) {
-        const Estimate around = {stats.gathered, 0, 0, 0, below, 0, below_error};
-        if (settle(s, around, parts, s.aside.entries, p, 0, found, above)) return true;
+    Range bracket = work.guess.others;
+    if (count <= LISTED) {
+        const Estimate around = {count, 0, 0, 0, below, 0, below_error};
+        if (settle(around, aside, p, 0, found, above)) return true;
     } else {
-        Entry* const list = s.work.list[0];
-        above = estimate(s, true, top, top - 1, top - 1, list, parts).above;
+        Entry* const list = work.list[0];
+        above = estimate(true, top, top - 1, top - 1, list).above;
         if (static_cast<double>(above) >= p * static_cast<double>(above + below)) {
-            bracket = {top, stats.peak, false};
-            locate<true>(s, true, bracket, {0.0f, 0.0f, static_cast<float>(p), below * 0x1p-40f}, ignored);
-            Estimate around = estimate(s, true, bracket.first, bracket.last, top - 1, list, parts);
+            bracket = {top, work.stats.peak, false};
+            locate<true>(true, bracket, {0.0f, 0.0f, static_cast<float>(p), below * 0x1p-40f}, ignored);
+            Estimate around = estimate(true, bracket.first, bracket.last, top - 1, list);
             around.below += below;
             around.below_error += below_error;
-            if (around.count <= LISTED && settle(s, around, parts, list, p, 0, found, above)) return true;
-            if (around.count > LISTED && around.smallest == around.largest && settle_copies(s, around, parts, p, 0, found)) return true;
-            found = find_boundary<true>(s, false, found, 0, p);
+            if (around.count <= LISTED && settle(around, list, p, 0, found, above)) return true;
+            if (around.count > LISTED && around.smallest == around.largest && settle_copies(around, p, 0, found)) return true;
+            found = find_boundary<true>(false, found, 0, p);
             return false;
         }
     }
     const float share = above * 0x1p-40f;
-    narrow<true>(s, bracket, {0.0f, share, static_cast<float>(p), share}, ignored);
-    found = find_boundary<true>(s, false, found, 0, p, bracket);
+    narrow<true>(bracket, {0.0f, share, static_cast<float>(p), share}, ignored);
+    found = find_boundary<true>(false, found, 0, p, bracket);
 #else
-    found = find_boundary<true>(s, false, found, 0, p);
+    found = find_boundary<true>(false, found, 0, p);
 #endif
     return false;
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1024 / THREADS) filter_rows(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    __shared__ Workspace work;
     const int row = blockIdx.x / CLUSTER, first = row_rank() * p.chunk;
     const Element* const logits = p.logits + row * p.stride_logits;
     const bool aligned = (reinterpret_cast<u64>(logits) & (sizeof(Quad) - 1)) == 0;  // and so is every chunk
-    const Chunk whole_row = {logits, 0, p.V, aligned}, chunk = {logits + first, first, max(0, min(p.chunk, p.V - first)), aligned};
-    if (threadIdx.x == 0) {
-        work.gathered = 0;
-        work.request = make_request(p, row);
-        work.guess = {infinity(), 0.0f, {1, 0, false}};
-    }
     const bool whole = TIERED && p.chunk <= GATHERED;
-    const Sample sample(whole_row, TRUNCATE && TIERED && !whole);  // on its way
+    const Sample sample({logits, 0, p.V, aligned}, TRUNCATE && TIERED && !whole);  // on its way
+    begin_exchange();
+    if (threadIdx.x == 0) {
+        work.request = make_request(p, row);
+        work.chunk = {logits + first, first, max(0, min(p.chunk, p.V - first)), aligned};
+        work.gathered = 0;
+    }
     sync_row();  // also: all blocks have started, and can be written to
     const Request& request = work.request;
     const bool top_k = request.top_k > 0, top_p = request.top_p < 1.0, min_p = request.min_p > 0.0;
 
     // One sweep
-    Turns turns = {};
-    const Slot* parts;
-    if (TRUNCATE && TIERED && !whole && (top_k || top_p || min_p)) {
-        const Guess guess = guess_row(sample, p.V, work, turns);
-        __syncthreads();
-        if (threadIdx.x == 0) work.guess = guess;
-    }
-    clear_histogram(work);
+    Guess guess = {infinity(), 0.0f, {1, 0, false}};
+    if (TRUNCATE && TIERED && !whole && (top_k || top_p || min_p)) guess = guess_row(sample, p.V);
+    if (threadIdx.x == 0) work.guess = guess;
     __syncthreads();
-    const Guess& guess = work.guess;
-    Reading reading = {LOG2E / request.temperature, whole, reinterpret_cast<Entry*>(memory), nullptr, as_element(p.mask_value)};
-    const bool weigh = guess.others.first <= guess.others.last && reading.slope < infinity();
+    clear_histogram();
+    __syncthreads();
+    const bool weigh = guess.others.first <= guess.others.last && LOG2E / request.temperature < infinity();
+    const Element dropped = as_element(p.mask_value);
+    Element* blank = nullptr;
 #if MASK
-    Element* const out = p.out + row * p.stride_out + first;
     // Where little is kept, the rest is written at once. A top-p alone may keep much.
-    const bool little = guess.top < infinity() && (top_k || (min_p && guess.anchor + request.temperature * logf(static_cast<float>(request.min_p)) >= guess.top));
-    if (p.apart && little) reading.out = out;
+    Element* const out = p.out + row * p.stride_out + first;
+    const bool little = top_k || (min_p && guess.anchor + request.temperature * logf(static_cast<float>(request.min_p)) >= guess.top);
+    if (p.apart && little && guess.top < infinity()) blank = out;
 #endif
     {
-        const Statistics stats = reduce_row(work.exchange, turns, weigh ? read_chunk<true>(chunk, reading, work) : read_chunk<false>(chunk, reading, work), parts);
+        const Statistics stats = reduce_row(weigh ? read_chunk<true>(whole, blank, dropped) : read_chunk<false>(whole, blank, dropped));
         const Scale scale = make_scale(value_of(stats.peak), request.temperature);
         fill_table(work.table, scale);
         if (threadIdx.x == 0) work.stats = stats, work.scale = scale;
@@ -166,37 +161,35 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     u32 listed = 0;          // the list's first so many entries are all that is kept, if not 0
     bool near_only = whole;  // what is kept is among what is put aside
     Found found = {{key_of(-infinity()), NO_ID}, 0};
-    const Gathered aside = {reading.aside, static_cast<int>(min(work.gathered, GATHERED))};
-    const Search search = {work, chunk, aside, turns};
     if (valid) {
         Boundary& boundary = found.boundary;
         if (min_p) {
             if (threadIdx.x < 32) {
-                const int key = lowest_likely(work.scale, request.min_p, request.temperature);
+                const int key = lowest_likely(request.min_p, request.temperature);
                 if (threadIdx.x == 0) work.cut = key;
             }
             __syncthreads();
             boundary.key = work.cut - 1;
         }
-        if (!whole && guess.top < infinity() && !stats.lost) {
-            const int below = key_of(guess.top) - 1;
+        if (!whole && work.guess.top < infinity() && !stats.lost) {
+            const int below = key_of(work.guess.top) - 1;
             near_only = boundary.key >= below || (top_k && request.top_k <= stats.gathered) || stats.gathered == stats.count;
             if (near_only) boundary.key = max(boundary.key, below);
         }
         if (weigh && !near_only && !stats.lost && fabsf(work.scale.peak) < infinity()) {
-            near_only = find_nucleus(search, parts, request.top_p, found);
+            near_only = find_nucleus(request.top_p, found);
         } else if (ARITY == 0 && near_only && stats.gathered <= LISTED) {
-            if (top_k || top_p) found = filter_list(search, stats.gathered, parts, boundary.key, top_k ? request.top_k : LISTED, request.top_p, listed);
+            if (top_k || top_p) found = filter_list(stats.gathered, boundary.key, top_k ? request.top_k : LISTED, request.top_p, listed);
         } else {
-            if (top_k && request.top_k < stats.count) found = find_boundary<false>(search, near_only, found, request.top_k, 1.0);
-            if (top_p) found = find_boundary<true>(search, near_only, found, 0, request.top_p);
+            if (top_k && request.top_k < stats.count) found = find_boundary<false>(near_only, found, request.top_k, 1.0);
+            if (top_p) found = find_boundary<true>(near_only, found, 0, request.top_p);
         }
     }
 
     // Results
 #if MASK
-    if (whole || (reading.out && (near_only || !valid))) write_gathered(chunk, aside, found.boundary, valid, whole, out, reading.dropped);
-    else write_kept(chunk, found.boundary, valid, out, reading.dropped);
+    if (whole || (blank && (near_only || !valid))) write_gathered(found.boundary, valid, whole, out, dropped);
+    else write_kept(found.boundary, valid, out, dropped);
 #endif
 #if DRAW
     i64 seed = p.seed ? p.seed[row * p.stride_seed] : -1, position = p.seed && p.position ? p.position[row * p.stride_position] : 0;
@@ -205,12 +198,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (valid) {
         const Stream stream = make_stream(seed, position);
         const float spread = row_spread(request.temperature);
-        if (listed && !LOGPROBS) {  // every block has the list
-            drawn = reduce_block(search.next_scratch(), draw_listed(work.sorted, listed, stream, spread));
-        } else if (near_only && !LOGPROBS) {
-            drawn = reduce_row(work.exchange, turns, draw_gathered(aside, found.boundary, stream, spread), parts);
+        if (listed && !LOGPROBS) {
+            drawn = reduce_block(draw_listed(listed, stream, spread));  // every block has the list
         } else {
-            drawn = reduce_row(work.exchange, turns, draw_chunk(search, found.boundary, stream, spread), parts);
+            drawn = reduce_row(near_only && !LOGPROBS ? draw_gathered(found.boundary, stream, spread) : draw_chunk(found.boundary, stream, spread));
         }
     }
     if (threadIdx.x == 0 && row_rank() == 0) {
@@ -219,7 +210,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const double temperature = request.temperature, peak = work.scale.peak;
         const bool certain = temperature == 0.0 || drawn.best.logit == infinity();
         const double logprob = certain ? 0.0 : (drawn.best.logit - peak) / temperature - log(drawn.kept * 0x1p-40);
-        const double log_mass = temperature == 0.0 || work.scale.peak == infinity() ? peak : peak / temperature + log(drawn.total * 0x1p-40);
+        const double log_mass = temperature == 0.0 || peak == infinity() ? peak : peak / temperature + log(drawn.total * 0x1p-40);
         p.logprobs[row] = valid ? static_cast<float>(logprob) : not_a_number();
         p.log_masses[row] = valid ? static_cast<float>(log_mass) : not_a_number();
 #endif

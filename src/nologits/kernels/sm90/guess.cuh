@@ -43,7 +43,7 @@ struct Sample {
     }
 
     // Of what lies between `low` and `high`.
-    __device__ __forceinline__ Moments moments(Slot (&scratch)[WARPS], float shift, float low, float high) const {
+    __device__ __forceinline__ Moments moments(float shift, float low, float high) const {
         Moments mine = Moments::nothing();
 #pragma unroll
         for (int i = 0; i < 4 * QUADS; ++i) {
@@ -55,20 +55,20 @@ struct Sample {
             mine.lowest = fminf(mine.lowest, x[i]);
             mine.peak = fmaxf(mine.peak, x[i]);
         }
-        return reduce_block(scratch, mine);
+        return reduce_block(mine);
     }
 
-    __device__ __forceinline__ u32 count_from(Slot (&scratch)[WARPS], float top) const {
+    __device__ __forceinline__ u32 count_from(float top) const {
         Counted mine = {0};
 #pragma unroll
         for (int i = 0; i < 4 * QUADS; ++i) mine.count += x[i] >= top;
-        return reduce_block(scratch, mine).count;
+        return reduce_block(mine).count;
     }
 
     // About where `wanted` of the sample lie above, by a histogram between `low` and the peak.
-    __device__ __forceinline__ float top_of(Workspace& work, Slot (&scratch)[WARPS], u32 wanted, const Range& range) const {
+    __device__ __forceinline__ float top_of(u32 wanted, const Range& range) const {
         const Bins bins(range);
-        clear_histogram(work);
+        clear_histogram();
         if (threadIdx.x == 0) work.bin = 0;
         __syncthreads();
 #pragma unroll
@@ -77,7 +77,7 @@ struct Sample {
         __syncthreads();
         const int upper = BINS - 1 - 4 * threadIdx.x;
         const uint4 mine = threadIdx.x < FOURS ? *reinterpret_cast<const uint4*>(&work.histogram[upper - 3]) : make_uint4(0, 0, 0, 0);
-        const Running running = scan_block(scratch, {mine.x + mine.y + mine.z + mine.w, 0.0f});
+        const Running running = scan_block({mine.x + mine.y + mine.z + mine.w, 0.0f});
         const u32 after = running.through.count - (mine.x + mine.y + mine.z + mine.w);
         if (after < wanted && wanted <= running.through.count) {
             const u32 count[4] = {mine.w, mine.z, mine.y, mine.x};
@@ -96,12 +96,11 @@ struct Sample {
 };
 
 // Every block of a cluster makes the same guess, from the same logits.
-__device__ __forceinline__ Guess guess_row(const Sample& sample, int count, Workspace& work, Turns& turns) {
-    auto scratch = [&]() -> Slot(&)[WARPS] { return work.exchange.scratch[turns.scratch++ & 1]; };
+__device__ __forceinline__ Guess guess_row(const Sample& sample, int count) {
     const Request& request = work.request;
     Guess guess = {infinity(), 0.0f, {1, 0, false}};
     const float shift = fabsf(sample.first) < infinity() ? sample.first : 0.0f;
-    Moments m = sample.moments(scratch(), shift, -FINITE, FINITE);
+    Moments m = sample.moments(shift, -FINITE, FINITE);
     guess.anchor = m.count ? m.peak : 0.0f;
 
     // In the sample: how many stand for those to put aside, for all of k in any case
@@ -114,15 +113,15 @@ __device__ __forceinline__ Guess guess_row(const Sample& sample, int count, Work
     }
     for (int turn = 0; turn < 2 && !(fmaxf(m.peak - shift - m.mean(), shift + m.mean() - m.lowest) < 12.0f * m.sigma()); ++turn) {  // without outliers
         const float reach = m.sigma() < infinity() ? 12.0f * m.sigma() : FINITE / 2;
-        m = sample.moments(scratch(), shift, fmaxf(shift + m.mean() - reach, -FINITE), fminf(shift + m.mean() + reach, FINITE));
+        m = sample.moments(shift, fmaxf(shift + m.mean() - reach, -FINITE), fminf(shift + m.mean() + reach, FINITE));
         if (!m.count) return guess;
     }
 
     // A normal row has as many above this
     const float share = wanted / m.count;
     guess.top = shift + m.mean() - m.sigma() * normcdfinvf(share);
-    const u32 found = sample.count_from(scratch(), guess.top);
-    if (!(2.0f * found >= wanted && found <= 2.0f * wanted)) guess.top = sample.top_of(work, scratch(), static_cast<u32>(wanted), {key_of(m.lowest), key_of(m.peak), false});
+    const u32 found = sample.count_from(guess.top);
+    if (!(2.0f * found >= wanted && found <= 2.0f * wanted)) guess.top = sample.top_of(static_cast<u32>(wanted), {key_of(m.lowest), key_of(m.peak), false});
     if (!(guess.top > m.lowest)) guess.top = infinity();
 
     if (guess.top < infinity() && request.top_p < 1.0 && !request.top_k && !(request.min_p > 0.0)) {

@@ -1,26 +1,13 @@
 // The boundary among the entries of a list: the few elements of a row that a probe has found inside its bracket. Every block of the
 // cluster gathers them and does the same work, so that nobody waits for an answer.
 #pragma once
-#include "cluster.cuh"
+#include "row.cuh"
 
-// Sums of masses over the threads up to this one.
-__device__ __forceinline__ u64 scan_masses(Slot (&scratch)[WARPS], u64 mine, u64& total) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes <<= 1) {
-        const u64 other = __shfl_up_sync(ALL, mine, lanes);
-        if (lane >= lanes) mine += other;
-    }
-    if (lane == 31) scratch[warp].words[0] = mine;
-    __syncthreads();
-    const u64 other = lane < WARPS ? scratch[lane].words[0] : 0;
-    total = sum_lanes(other);
-    return sum_lanes(lane < warp ? other : 0ull) + mine;
-}
-
-// One of the row's list's entries for each thread, or 0, which comes after every other; `parts` has each block's number of them.
-__device__ __forceinline__ Entry listed_entry(const Entry* list, u32 count, const Slot* parts) {
+// One of the row's list's entries for each thread, or 0, which comes after every other; the last reduction over the row began with
+// each block's number of them.
+__device__ __forceinline__ Entry listed_entry(const Entry* list, u32 count) {
     if (threadIdx.x >= count) return 0;
+    const Slot* const parts = last_board();
     u32 at = threadIdx.x, rank = 0;
     while (rank + 1 < CLUSTER && at >= count_of(parts[rank])) at -= count_of(parts[rank++]);
     return load_remote(&list[at], rank);
@@ -29,7 +16,8 @@ __device__ __forceinline__ Entry listed_entry(const Entry* list, u32 count, cons
 #if ARITY == 0
 
 // Puts the entries in order, one a thread: its place is how many are larger.
-__device__ __noinline__ void sort_list(Entry (&sorted)[LISTED], u32 count, Entry mine) {
+__device__ __noinline__ void sort_list(u32 count, Entry mine) {
+    Entry(&sorted)[LISTED] = work.sorted;
     __syncthreads();
     if (threadIdx.x < LISTED) sorted[threadIdx.x] = mine;
     __syncthreads();
@@ -49,72 +37,71 @@ __device__ __noinline__ void sort_list(Entry (&sorted)[LISTED], u32 count, Entry
 
 // Of sorted entries, as many are kept as are needed while those before them (and `above`) have not reached the target; p < 1 makes
 // that a share of their mass.
-__device__ __forceinline__ u32 masses_needed(const Search& s, u32 count, u64 above, double p, double target) {
-    const u64 mine = threadIdx.x < count ? s.units_of(key_of_entry(s.work.sorted[threadIdx.x])) : 0;
+__device__ __forceinline__ u32 masses_needed(u32 count, u64 above, double p, double target) {
+    const u64 mine = threadIdx.x < count ? units_of(key_of_entry(work.sorted[threadIdx.x])) : 0;
     u64 total;
-    const u64 through = scan_masses(s.next_scratch(), mine, total);
+    const u64 through = scan_block(mine, total);
     if (p < 1.0) target = fmax(p * static_cast<double>(total), 0.5);
     return __syncthreads_count(threadIdx.x < count && static_cast<double>(above + through - mine) < target);
 }
 
 // The id and key up to which the first `kept` of the sorted entries go.
-__device__ __forceinline__ Found last_kept(const Search& s, u32 kept) {
-    const Entry last = s.work.sorted[kept - 1];
+__device__ __forceinline__ Found last_kept(u32 kept) {
+    const Entry last = work.sorted[kept - 1];
     const int key = key_of_entry(last);
-    const u32 copies = __syncthreads_count(threadIdx.x < kept && key_of_entry(s.work.sorted[threadIdx.x]) == key);
+    const u32 copies = __syncthreads_count(threadIdx.x < kept && key_of_entry(work.sorted[threadIdx.x]) == key);
     return {{key, DUPLICATES ? id_of_entry(last) : EVERY_ID}, copies};
 }
 
 // The boundary of a top-p, if an estimate of the masses around the list leaves no doubt about it. An entry is needed if the mass
 // before it, less p times the whole, is negative: the doubt about that is (1 - p) times what the mass above is off, and p times
 // what the mass below is. `inside` becomes the list's mass.
-__device__ __noinline__ bool settle(const Search& s, const Estimate& around, const Slot* parts, const Entry* list, double p, u64 floor_mass,
-                                       Found& found, u64& inside) {
+__device__ __noinline__ bool settle(const Estimate& around, const Entry* list, double p, u64 floor_mass, Found& found, u64& inside) {
     const u32 count = around.count;
     if (!count) return false;
-    const Entry entry = listed_entry(list, count, parts);
-    scan_masses(s.next_scratch(), threadIdx.x < count ? s.units_of(key_of_entry(entry)) : 0, inside);
+    const Entry entry = listed_entry(list, count);
+    scan_block(threadIdx.x < count ? units_of(key_of_entry(entry)) : 0, inside);
     const double above = static_cast<double>(around.above), all = above + static_cast<double>(inside);
     const double total = all + static_cast<double>(around.below + floor_mass), doubt = around.doubt(p, total);
     if (!(above < p * total - doubt && all > p * total + doubt)) return false;  // it lies above the list, or below, or who knows
-    sort_list(s.work.sorted, count, entry);
-    const u64 mine = threadIdx.x < count ? s.units_of(key_of_entry(s.work.sorted[threadIdx.x])) : 0;
-    const u64 through = scan_masses(s.next_scratch(), mine, inside);
+    sort_list(count, entry);
+    const u64 mine = threadIdx.x < count ? units_of(key_of_entry(work.sorted[threadIdx.x])) : 0;
+    const u64 through = scan_block(mine, inside);
     const double before = above + static_cast<double>(through - mine) - p * total;
     const bool unclear = threadIdx.x < count && fabs(before) <= doubt;
     if (__syncthreads_or(unclear)) return false;
-    found = last_kept(s, __syncthreads_count(threadIdx.x < count && before < 0.0));
+    found = last_kept(__syncthreads_count(threadIdx.x < count && before < 0.0));
     return true;
 }
 
 // The same of copies of one value, more than a list holds.
-__device__ __noinline__ bool settle_copies(const Search& s, const Estimate& around, const Slot* parts, double p, u64 floor_mass, Found& found) {
-    const double above = static_cast<double>(around.above), each = static_cast<double>(s.units_of(around.smallest));
+__device__ __noinline__ bool settle_copies(const Estimate& around, double p, u64 floor_mass, Found& found) {
+    const double above = static_cast<double>(around.above), each = static_cast<double>(units_of(around.smallest));
     const double total = above + around.count * each + static_cast<double>(around.below + floor_mass), doubt = around.doubt(p, total);
     const double kept = ceil((p * total - above) / each);
     if (!(kept >= 1.0 && kept <= around.count)) return false;
     const double before = above + (kept - 1.0) * each - p * total;
     if (!(before < -doubt && before + each > doubt)) return false;
-    found = cut_copies(s, around.smallest, static_cast<u32>(kept), around.count, parts);
+    found = cut_copies(around.smallest, static_cast<u32>(kept), around.count);
     return true;
 }
 
 // The boundary of a top-k, or (mass) of a top-p; `above` is what the target counts before the list. `kept` becomes how many
 // entries are kept, the first of the sorted ones.
-__device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, const Entry* list, double target,
+__device__ __forceinline__ Found search_list(bool mass, u32 count, u64 above, const Entry* list, double target,
                                              u32& kept) {
-    sort_list(s.work.sorted, count, listed_entry(list, count, parts));
-    kept = mass ? masses_needed(s, count, above, 1.0, target) : static_cast<u32>(target) - static_cast<u32>(above);
-    return last_kept(s, kept);
+    sort_list(count, listed_entry(list, count));
+    kept = mass ? masses_needed(count, above, 1.0, target) : static_cast<u32>(target) - static_cast<u32>(above);
+    return last_kept(kept);
 }
 
 // Top-k and top-p of what is put aside and above `floor`, where that is all there is.
-__device__ __forceinline__ Found filter_list(const Search& s, u32 count, const Slot* parts, int floor, u64 k, double p, u32& kept) {
-    sort_list(s.work.sorted, count, listed_entry(s.aside.entries, count, parts));
-    kept = __syncthreads_count(threadIdx.x < count && key_of_entry(s.work.sorted[threadIdx.x]) > floor);
+__device__ __forceinline__ Found filter_list(u32 count, int floor, u64 k, double p, u32& kept) {
+    sort_list(count, listed_entry(aside, count));
+    kept = __syncthreads_count(threadIdx.x < count && key_of_entry(work.sorted[threadIdx.x]) > floor);
     if (k < kept) kept = static_cast<u32>(k);
-    if (p < 1.0) kept = masses_needed(s, kept, 0, p, 0.0);
-    return last_kept(s, kept);
+    if (p < 1.0) kept = masses_needed(kept, 0, p, 0.0);
+    return last_kept(kept);
 }
 
 #else  // the paper's pivot search, for comparison
@@ -134,7 +121,7 @@ struct Sums {
 
 // Largest key between `low` and `high` from which on the entries, one a thread, reach the target (`above` counts towards it):
 // ARITY - 1 pivots a round, until one value is left between them. `above` becomes the measure of larger keys.
-__device__ __forceinline__ int find_pivot(const Search& s, int key, u64 each, int low, int high, u64& above, double target) {
+__device__ __forceinline__ int find_pivot(int key, u64 each, int low, int high, u64& above, double target) {
     while (low < high) {
         const u32 stride = (static_cast<u32>(high) - static_cast<u32>(low)) / ARITY;
         int pivot[ARITY - 1];
@@ -146,7 +133,7 @@ __device__ __forceinline__ int find_pivot(const Search& s, int key, u64 each, in
             pivot[j] = static_cast<int>(static_cast<u32>(low) + stride * (j + 1) + 1);
             if (inside && key >= pivot[j]) sums.from[j] = each;
         }
-        sums = reduce_block(s.next_scratch(), sums);
+        sums = reduce_block(sums);
         if (sums.smallest >= sums.largest) return sums.largest;
         int next_low = sums.smallest, next_high = sums.largest;
         u64 next_above = above;
@@ -168,22 +155,22 @@ __device__ __forceinline__ int find_pivot(const Search& s, int key, u64 each, in
 }
 
 // As above; `kept` is 0.
-__device__ __forceinline__ Found search_list(const Search& s, bool mass, u32 count, u64 above, const Slot* parts, const Entry* list, double target,
+__device__ __forceinline__ Found search_list(bool mass, u32 count, u64 above, const Entry* list, double target,
                                              u32& kept) {
-    const Entry entry = listed_entry(list, count, parts);
+    const Entry entry = listed_entry(list, count);
     const bool there = threadIdx.x < count;
     const int mine = there ? key_of_entry(entry) : LOWEST_KEY;
-    const u64 each = !there ? 0 : mass ? s.units_of(mine) : 1;
-    const int key = find_pivot(s, mine, each, LOWEST_KEY + 1, HIGHEST_KEY - 1, above, target);
+    const u64 each = !there ? 0 : mass ? units_of(mine) : 1;
+    const int key = find_pivot(mine, each, LOWEST_KEY + 1, HIGHEST_KEY - 1, above, target);
     const bool copy = there && mine == key;
-    const u32 copies = __syncthreads_count(copy), wanted = copies_kept(above, mass ? s.units_of(key) : 1, copies, target);
+    const u32 copies = __syncthreads_count(copy), wanted = copies_kept(above, mass ? units_of(key) : 1, copies, target);
     kept = 0;
     if (wanted == copies || !DUPLICATES) return {{key, EVERY_ID}, copies};
     u64 none = 0;
     const int reverse = copy ? -1 - id_of_entry(entry) : LOWEST_KEY;
-    return {{key, -1 - find_pivot(s, reverse, copy, -MAX_IDS, -1, none, wanted)}, wanted};
+    return {{key, -1 - find_pivot(reverse, copy, -MAX_IDS, -1, none, wanted)}, wanted};
 }
 
-__device__ __forceinline__ Found filter_list(const Search&, u32, const Slot*, int, u64, double, u32&) { return {}; }  // not asked
+__device__ __forceinline__ Found filter_list(u32, int, u64, double, u32&) { return {}; }  // not asked
 
 #endif

@@ -3,21 +3,16 @@
 #pragma once
 #include "guess.cuh"
 
-struct Reading {
-    float slope;   // of the exponent, base 2
-    bool whole;    // the chunk is put aside as it is
-    Entry* aside;  // GATHERED entries
-    Element* out;  // becomes `dropped`; or nullptr
-    Element dropped;
-};
-
-// `weigh`: the others' masses are wanted; the error of a term is that of `estimate`.
+// The chunk is put aside as it is (whole), or what the guess says. `weigh`: the others' masses are wanted; the error of a term is that
+// of `estimate`. `out`, if there is one, becomes `dropped`.
 template <bool weigh>
-__device__ __forceinline__ Statistics read_chunk(const Chunk& chunk, const Reading& r, Workspace& work) {
+__device__ __noinline__ Statistics read_chunk(bool whole, Element* out, Element dropped) {
+    const Chunk chunk = work.chunk;
+    const float slope = LOG2E / work.request.temperature;
     Statistics mine = Statistics::nothing();
     const Bins bins(work.guess.others);
     const float top = work.guess.top, anchor = work.guess.anchor;
-    const Quad blank = {{r.dropped, r.dropped, r.dropped, r.dropped}};
+    const Quad blank = {{dropped, dropped, dropped, dropped}};
     float peak = -infinity(), lowest = infinity(), below_error = 0.0f;
     double below = 0.0;
     chunk.sweep([&](const float(&x)[4], int at) {
@@ -35,12 +30,12 @@ __device__ __forceinline__ Statistics read_chunk(const Chunk& chunk, const Readi
                 lowest = fminf(lowest, x[i]);
             }
         }
-        if (r.out) chunk.store(r.out, at, blank);
+        if (out) chunk.store(out, at, blank);
         if (weigh) {
             float down = 0.0f;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float y = fmaxf((x[i] - anchor) * r.slope, -200.0f), share = exp2_approx(y);
+                const float y = fmaxf((x[i] - anchor) * slope, -200.0f), share = exp2_approx(y);
                 const u32 bin = bins.bin_of(x[i]);
                 if (x[i] < top) {
                     down += share;
@@ -50,22 +45,22 @@ __device__ __forceinline__ Statistics read_chunk(const Chunk& chunk, const Readi
             }
             below += down;
         }
-        if (r.whole) {
+        if (whole) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (at + i < chunk.count) r.aside[at + i] = make_entry(key_of(x[i]), chunk.id(at + i));
+                if (at + i < chunk.count) aside[at + i] = make_entry(key_of(x[i]), chunk.id(at + i));
         } else if (largest >= top) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if (!(x[i] >= top)) continue;
                 const u32 place = atomicAdd(&work.gathered, 1);
                 mine.gathered += 1;
-                if (place < GATHERED) r.aside[place] = make_entry(key_of(x[i]), chunk.id(at + i));
+                if (place < GATHERED) aside[place] = make_entry(key_of(x[i]), chunk.id(at + i));
                 else mine.lost = 1;
             }
         }
     });
-    if (r.whole && threadIdx.x == 0) mine.gathered = work.gathered = chunk.count;
+    if (whole && threadIdx.x == 0) mine.gathered = work.gathered = chunk.count;
     mine.peak = key_of(peak);
     mine.lowest = key_of(lowest);
     mine.below = __double2ull_rn(below * 0x1p40);

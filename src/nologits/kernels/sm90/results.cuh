@@ -1,6 +1,6 @@
 // What is made of a row whose boundary is known: a token, or the kept logits.
 #pragma once
-#include "row.cuh"
+#include "search.cuh"
 
 #ifndef LOGPROBS
 #define LOGPROBS 0
@@ -36,18 +36,18 @@ struct Drawn {
 };
 
 // The winner of a thread's part of the first `kept` sorted entries.
-__device__ __forceinline__ Drawn draw_listed(const Entry* sorted, u32 kept, const Stream& stream, float spread) {
+__device__ __forceinline__ Drawn draw_listed(u32 kept, const Stream& stream, float spread) {
     Drawn drawn = Drawn::nothing();
-    if (threadIdx.x < kept) drawn.consider(sorted[threadIdx.x], stream, spread);
+    if (threadIdx.x < kept) drawn.consider(work.sorted[threadIdx.x], stream, spread);
     return drawn;
 }
 
 // The same of what is put aside and kept.
-__device__ __forceinline__ Drawn draw_gathered(const Gathered& aside, const Boundary& boundary, const Stream& stream, float spread) {
+__device__ __forceinline__ Drawn draw_gathered(const Boundary& boundary, const Stream& stream, float spread) {
     Drawn drawn = Drawn::nothing();
 #pragma unroll 1
-    for (int at = threadIdx.x; at < aside.count; at += THREADS) {
-        const Entry entry = aside.entries[at];
+    for (int at = threadIdx.x; at < gathered(); at += THREADS) {
+        const Entry entry = aside[at];
         if (boundary.keeps(key_of_entry(entry), id_of_entry(entry))) drawn.consider(entry, stream, spread);
     }
     return drawn;
@@ -55,14 +55,15 @@ __device__ __forceinline__ Drawn draw_gathered(const Gathered& aside, const Boun
 
 // The same of the chunk's kept logits. A score is at most logit + spread (32 + log2 ln 2 - log2(r + 1/2)), r being the word of its noise
 // (contract.cuh); logarithms are spared where that is below the best of the warp.
-__device__ __forceinline__ Drawn draw_chunk(const Search& s, const Boundary& boundary, const Stream& stream, float spread) {
+__device__ __noinline__ Drawn draw_chunk(const Boundary& boundary, const Stream& stream, float spread) {
+    const Chunk chunk = work.chunk;
     const float above = last_value(boundary.key), equal = value_of(boundary.key);
     Drawn drawn = Drawn::nothing();
     float floor = -infinity();
-    s.chunk.sweep_strips([&](Quad(&quads)[QUADS], int at) {
+    chunk.sweep_strips([&](Quad(&quads)[QUADS], int at) {
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {
-            const int id = s.chunk.id(at + i);
+            const int id = chunk.id(at + i);
             float x[QUADS];
             bool keep[QUADS], any = false;
 #pragma unroll
@@ -73,7 +74,7 @@ __device__ __forceinline__ Drawn draw_chunk(const Search& s, const Boundary& bou
                 any |= keep[q];
 #if LOGPROBS
                 if (x[q] > -infinity()) {
-                    const u64 mass = units(x[q], s.work.scale, s.work.table);
+                    const u64 mass = units(x[q], work.scale, work.table);
                     drawn.total += mass;
                     if (keep[q]) drawn.kept += mass;
                 }
@@ -98,7 +99,8 @@ __device__ __forceinline__ Drawn draw_chunk(const Search& s, const Boundary& bou
     return drawn;
 }
 
-__device__ __forceinline__ void write_kept(const Chunk& chunk, const Boundary& boundary, bool valid, Element* out, Element dropped) {
+__device__ __noinline__ void write_kept(const Boundary& boundary, bool valid, Element* out, Element dropped) {
+    const Chunk chunk = work.chunk;
     const float above = last_value(boundary.key), equal = value_of(boundary.key);
     chunk.sweep_quads([&](Quad& quad, int at) {
 #pragma unroll
@@ -112,9 +114,10 @@ __device__ __forceinline__ void write_kept(const Chunk& chunk, const Boundary& b
 }
 
 // Puts back what is kept of what is put aside, with the bits that it has in the row; `all`: the rest of it becomes `dropped`.
-__device__ __forceinline__ void write_gathered(const Chunk& chunk, const Gathered& aside, const Boundary& boundary, bool valid, bool all, Element* out, Element dropped) {
-    for (int i = threadIdx.x; i < aside.count; i += THREADS) {
-        const Entry entry = aside.entries[i];
+__device__ __forceinline__ void write_gathered(const Boundary& boundary, bool valid, bool all, Element* out, Element dropped) {
+    const Chunk chunk = work.chunk;
+    for (int i = threadIdx.x; i < gathered(); i += THREADS) {
+        const Entry entry = aside[i];
         const bool keep = valid && boundary.keeps(key_of_entry(entry), id_of_entry(entry));
         const int at = id_of_entry(entry) - chunk.first;
         if (keep) out[at] = chunk.global[at];

@@ -87,54 +87,46 @@ struct Statistics {
     static __device__ __forceinline__ Statistics nothing() { return {0, 0, HIGHEST_KEY, LOWEST_KEY, 0, 0, 0, 0}; }
 };
 
+// What a block knows of its row, in shared memory: registers are scarce, and the parts of the kernel are functions of their own.
 struct Workspace {
-    Exchange exchange;
-    // Of the row, the same in all its blocks. Here, for registers are scarce.
     Request request;
+    Chunk chunk;
     Guess guess;
     Statistics stats;
     Scale scale;
-
     double table[PARTS];
-    alignas(16) u32 histogram[BINS];    // of this block
+
+    u32 gathered;  // of this chunk
+    u32 listed;
+    alignas(16) Entry list[2][LISTED];  // two, so that nobody overwrites what others still read
+    alignas(16) Entry sorted[LISTED];   // the row's
+    alignas(16) u32 histogram[BINS];    // of this chunk
     alignas(16) u32 totals[BINS];       // of the row
-    alignas(16) Entry list[2][LISTED];  // of this block; two, so that nobody overwrites what others still read
-    alignas(16) Entry sorted[LISTED];
-    u32 gathered, listed;
     u32 before, until;         // counts around the bin that is looked for
     float to_upper, to_lower;  // elements between the boundary and the edges of that bin
     int bin, lowest, highest;
     int cut;
 };
+__shared__ Workspace work;
+extern __shared__ __align__(16) Entry aside[];  // GATHERED entries: the largest logits of the chunk, or all of it
 
-// What a block has put aside of its chunk.
-struct Gathered {
-    const Entry* entries;
-    int count;
-};
+__device__ __forceinline__ u64 units_of(int key) { return units(value_of(key), work.scale, work.table); }
+__device__ __forceinline__ int gathered() { return static_cast<int>(min(work.gathered, GATHERED)); }
 
-// A search in a row, by all threads of its cluster: among what the blocks have put aside, or in the whole row.
-struct Search {
-    Workspace& work;
-    const Chunk& chunk;
-    const Gathered& aside;
-    Turns& turns;
-
-    __device__ __forceinline__ u64 units_of(int key) const { return units(value_of(key), work.scale, work.table); }
-    __device__ __forceinline__ Slot (&next_scratch() const)[WARPS] { return work.exchange.scratch[turns.scratch++ & 1]; }
-
-    // Calls step(x, at) for four elements at a time, -inf beyond the last.
-    template <typename Step>
-    __device__ __forceinline__ void sweep(bool near, Step step) const {
-        if (!near) return chunk.sweep(step);
-#pragma unroll 1
-        for (int at = 4 * threadIdx.x; at < aside.count; at += 4 * THREADS) {
-            float x[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = at + i < aside.count ? value_of(key_of_entry(aside.entries[at + i])) : -infinity();
-            step(x, at);
-        }
+// Calls step(x, at) for four elements at a time, -inf beyond the last: of what is put aside (near), or of the chunk.
+template <typename Step>
+__device__ __forceinline__ void sweep(bool near, Step step) {
+    if (!near) {
+        const Chunk chunk = work.chunk;
+        return chunk.sweep(step);
     }
-    __device__ __forceinline__ int id(bool near, int at) const { return near ? id_of_entry(aside.entries[at]) : chunk.id(at); }
-    __device__ __forceinline__ int terms(bool near) const { return near ? aside.count / THREADS + 4 : chunk.terms(); }  // elements of a thread
-};
+#pragma unroll 1
+    for (int at = 4 * threadIdx.x; at < gathered(); at += 4 * THREADS) {
+        float x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = at + i < gathered() ? value_of(key_of_entry(aside[at + i])) : -infinity();
+        step(x, at);
+    }
+}
+__device__ __forceinline__ int id_at(bool near, int at) { return near ? id_of_entry(aside[at]) : work.chunk.id(at); }
+__device__ __forceinline__ int terms(bool near) { return near ? gathered() / THREADS + 4 : work.chunk.terms(); }  // elements of a thread, at most

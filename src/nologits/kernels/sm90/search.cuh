@@ -57,15 +57,14 @@ __device__ __forceinline__ u32 count_of(const Slot& part) { return static_cast<u
 // ---- one sweep: what lies above, inside and below first .. last
 
 template <bool mass>
-__device__ __noinline__ Probe<mass> probe(const Search& s, bool near, int first, int last, int floor, Entry* list, const Slot*& parts) {
+__device__ __noinline__ Probe<mass> probe(bool near, int first, int last, int floor, Entry* list) {
     typedef typename MeasureOf<mass>::type Measure;
     const float low = first_value(first), high = last_value(last), least = first_value(floor + 1);
-    const Scale scale = s.work.scale;
-    Workspace& work = s.work;
+    const Scale scale = work.scale;
     if (threadIdx.x == 0) work.listed = 0;
     __syncthreads();
     Probe<mass> mine = Probe<mass>::nothing();
-    s.sweep(near, [&](const float(&x)[4], int at) {
+    sweep(near, [&](const float(&x)[4], int at) {
         bool inside = false;
         Measure each[4];
 #pragma unroll
@@ -85,26 +84,25 @@ __device__ __noinline__ Probe<mass> probe(const Search& s, bool near, int first,
             mine.smallest = min(mine.smallest, key);
             mine.largest = max(mine.largest, key);
             const u32 place = atomicAdd(&work.listed, 1);
-            if (place < LISTED) list[place] = make_entry(key, s.id(near, at + i));
+            if (place < LISTED) list[place] = make_entry(key, id_at(near, at + i));
         }
     });
-    return reduce_row(work.exchange, s.turns, mine, parts);
+    return reduce_row(mine);
 }
 
 // How far 2^y in fp32 may be off, relative: 2^-22 of the instruction, three roundings of y, |y| 2^-24 ln 2 each, and sums of four terms.
 __device__ __forceinline__ float exponent_error(float y) { return fmaf(fabsf(y), 1.3e-7f, 5.0e-7f); }
 
 // The same for masses in fp32, with that error and the whole units that exact masses are rounded to.
-__device__ __noinline__ Estimate estimate(const Search& s, bool near, int first, int last, int floor, Entry* list, const Slot*& parts) {
+__device__ __noinline__ Estimate estimate(bool near, int first, int last, int floor, Entry* list) {
     const float low = first_value(first), high = last_value(last), least = first_value(floor + 1);
-    const Scale scale = s.work.scale;
-    Workspace& work = s.work;
+    const Scale scale = work.scale;
     if (threadIdx.x == 0) work.listed = 0;
     __syncthreads();
     Estimate mine = Estimate::nothing();
     double above = 0.0, below = 0.0;
     float above_error = 0.0f, below_error = 0.0f;
-    s.sweep(near, [&](const float(&x)[4], int at) {
+    sweep(near, [&](const float(&x)[4], int at) {
         float up = 0.0f, down = 0.0f;
         bool inside = false;
 #pragma unroll
@@ -131,15 +129,15 @@ __device__ __noinline__ Estimate estimate(const Search& s, bool near, int first,
             mine.smallest = min(mine.smallest, key);
             mine.largest = max(mine.largest, key);
             const u32 place = atomicAdd(&work.listed, 1);
-            if (place < LISTED) list[place] = make_entry(key, s.id(near, at + i));
+            if (place < LISTED) list[place] = make_entry(key, id_at(near, at + i));
         }
     });
-    const double rounding = static_cast<double>(s.terms(near));  // half a unit for each term, twice
+    const double rounding = static_cast<double>(terms(near));  // half a unit for each term, twice
     mine.above = __double2ull_rn(above * 0x1p40);
     mine.below = __double2ull_rn(below * 0x1p40);
     mine.above_error = __double2ull_ru(above_error * 1.01 * 0x1p40 + rounding);
     mine.below_error = __double2ull_ru(below_error * 1.01 * 0x1p40 + rounding);
-    return reduce_row(work.exchange, s.turns, mine, parts);
+    return reduce_row(mine);
 }
 
 // ---- a guess from a histogram
@@ -166,7 +164,7 @@ struct Bins {
 
 constexpr int FOURS = BINS / 4;  // threads that have four bins each
 
-__device__ __forceinline__ void clear_histogram(Workspace& work) {
+__device__ __forceinline__ void clear_histogram() {
     if (threadIdx.x < FOURS) *reinterpret_cast<uint4*>(&work.histogram[4 * threadIdx.x]) = make_uint4(0, 0, 0, 0);
 }
 
@@ -179,8 +177,7 @@ struct Goal {
 // Narrows the range to the bins around the one that seems to reach the goal, from the histograms that all blocks have filled. Masses
 // are estimated from counts. False if none reaches it; `inside` becomes the measure of the range.
 template <bool mass>
-__device__ __forceinline__ bool narrow(const Search& s, Range& range, const Goal& goal, float& inside) {
-    Workspace& work = s.work;
+__device__ __noinline__ bool narrow(Range& range, const Goal& goal, float& inside) {
     const Bins bins(range);
     const u32 span = static_cast<u32>(range.last) - static_cast<u32>(range.first);
     if (threadIdx.x == 0) work.bin = -1, work.before = work.until = 0xFFFFFFFF, work.to_upper = work.to_lower = MARGIN, work.lowest = BINS - 1, work.highest = 0;
@@ -218,7 +215,7 @@ __device__ __forceinline__ bool narrow(const Search& s, Range& range, const Goal
         all.count += count[i];
         if (count[i]) all.measure += count[i] * each[i];
     }
-    const Running running = scan_block(s.next_scratch(), all);
+    const Running running = scan_block(all);
     inside = running.total.measure;
     const float target = (goal.share > 0.0f ? goal.share * (inside + goal.beside) : goal.target) - goal.over;
 
@@ -267,19 +264,19 @@ __device__ __forceinline__ bool narrow(const Search& s, Range& range, const Goal
 }
 
 template <bool mass>
-__device__ __noinline__ bool locate(const Search& s, bool near, Range& range, const Goal& goal, float& inside) {
+__device__ __noinline__ bool locate(bool near, Range& range, const Goal& goal, float& inside) {
     const Bins bins(range);
     __syncthreads();
-    clear_histogram(s.work);
+    clear_histogram();
     __syncthreads();
-    s.sweep(near, [&](const float(&x)[4], int) {
+    sweep(near, [&](const float(&x)[4], int) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 bin = bins.bin_of(x[i]);
-            if (bins.holds(x[i])) atomicAdd(&s.work.histogram[bin], 1);
+            if (bins.holds(x[i])) atomicAdd(&work.histogram[bin], 1);
         }
     });
-    return narrow<mass>(s, range, goal, inside);
+    return narrow<mass>(range, goal, inside);
 }
 
 // ---- copies over the whole row
@@ -301,36 +298,36 @@ struct Latest {
     static __device__ __forceinline__ Latest nothing() { return {NO_ID}; }
 };
 
-// The id of the n-th copy (from 1) of a value by id; `parts` has each block's number of copies.
-__device__ __noinline__ int nth_copy(const Search& s, float value, u32 n, const Slot* parts) {
-    int id = NO_ID;
+// The id of the n-th copy (from 1) of a value by id; the last reduction over the row began with each block's number of copies.
+__device__ __noinline__ int nth_copy(float value, u32 n) {
+    const Chunk chunk = work.chunk;
+    const Slot* const parts = last_board();
     const u32 rank = row_rank();
+    int id = NO_ID;
     for (u32 r = 0; r < rank; ++r) n -= count_of(parts[r]);
     if (n - 1 < count_of(parts[rank])) {  // unsigned: neither before nor after this block
-        u32 turn = 0, passed = 0;         // the other blocks do not take these turns
-        for (int base = 0; base < s.chunk.count; base += 4 * THREADS) {
+        u32 passed = 0;
+        for (int base = 0; base < chunk.count; base += 4 * THREADS) {
             const int at = base + 4 * threadIdx.x;
-            const Quad quad = s.chunk.load(at);
+            const Quad quad = chunk.load(at);
             u32 count = 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i) count += as_float(quad.e[i]) == value;
-            const Running running = scan_block(s.work.exchange.scratch[turn++ & 1], {count, 0.0f});
+            const Running running = scan_block({count, 0.0f});
             u32 before = passed + running.through.count - count;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (as_float(quad.e[i]) == value && ++before == n) id = s.chunk.id(at + i);
+                if (as_float(quad.e[i]) == value && ++before == n) id = chunk.id(at + i);
             passed += running.total.count;
         }
     }
-    __syncthreads();
-    const Slot* ignored;
-    return reduce_row(s.work.exchange, s.turns, Latest{id}, ignored).id;
+    return reduce_row(Latest{id}).id;
 }
 
 // The first `kept` of the copies of a key.
-__device__ __forceinline__ Found cut_copies(const Search& s, int key, u32 kept, u32 copies, const Slot* parts) {
+__device__ __forceinline__ Found cut_copies(int key, u32 kept, u32 copies) {
     if (kept == copies || !DUPLICATES) return {{key, EVERY_ID}, copies};
-    return {{key, nth_copy(s, value_of(key), kept, parts)}, kept};
+    return {{key, nth_copy(value_of(key), kept)}, kept};
 }
 
 #include "list.cuh"
@@ -345,18 +342,18 @@ __device__ __forceinline__ float lowest_wanted(float peak, float slope, u32 coun
 // The shortest prefix of what `floor` keeps that reaches k elements, or (mass) the share p of its mass. `guess`, if it is not empty,
 // is a bracket that seems to hold the boundary.
 template <bool mass>
-__device__ __noinline__ Found find_boundary(const Search& s, bool near, const Found& floor, u64 k, double p, Range guess = {1, 0, false}) {
+__device__ __noinline__ Found find_boundary(bool near, const Found& floor, u64 k, double p, Range guess = {1, 0, false}) {
     const int floor_key = floor.boundary.key;
-    const u64 floor_each = mass && floor.copies ? s.units_of(floor_key) : 0, floor_mass = floor.copies * floor_each;
-    Range range = {max(floor_key + 1, s.work.stats.lowest), s.work.stats.peak, false};
-    if (mass) range.first = max(range.first, key_of(fmaxf(s.work.scale.lowest, lowest_wanted(s.work.scale.peak, s.work.scale.slope, s.work.stats.count, p))));
+    const u64 floor_each = mass && floor.copies ? units_of(floor_key) : 0, floor_mass = floor.copies * floor_each;
+    Range range = {max(floor_key + 1, work.stats.lowest), work.stats.peak, false};
+    if (mass) range.first = max(range.first, key_of(fmaxf(work.scale.lowest, lowest_wanted(work.scale.peak, work.scale.slope, work.stats.count, p))));
     range.first = min(range.first, range.last);  // nothing but copies of the floor: one probe says so
 
     double target = static_cast<double>(k);
     u64 over = 0;  // measure above the range
     bool known = false;
     for (u32 turn = 0;; turn ^= 1) {
-        Entry* list = s.work.list[turn];
+        Entry* list = work.list[turn];
         Range bracket = guess;
         if (guess.first > guess.last) {
             bracket = range;
@@ -364,23 +361,22 @@ __device__ __noinline__ Found find_boundary(const Search& s, bool near, const Fo
             const Goal goal = {static_cast<float>((target - static_cast<double>(over)) * unit), 0.0f, mass && !known ? static_cast<float>(p) : 0.0f,
                                floor_mass * unit};
             float ignored;
-            locate<mass>(s, near, bracket, goal, ignored);
+            locate<mass>(near, bracket, goal, ignored);
         }
         guess = {1, 0, false};
-        const Slot* parts;
 #if ARITY == 0
         // Nothing to estimate where the range is empty, or masses are not finite.
-        if (mass && TIERED && !known && range.first > floor_key && s.work.scale.slope < infinity() && fabsf(s.work.scale.peak) < infinity()) {
-            const Estimate around = estimate(s, near, bracket.first, bracket.last, floor_key, list, parts);
+        if (mass && TIERED && !known && range.first > floor_key && work.scale.slope < infinity() && fabsf(work.scale.peak) < infinity()) {
+            const Estimate around = estimate(near, bracket.first, bracket.last, floor_key, list);
             Found result;
             u64 ignored;
-            if (around.count <= LISTED && settle(s, around, parts, list, p, floor_mass, result, ignored)) return result;
-            if (around.count > LISTED && around.smallest == around.largest && settle_copies(s, around, parts, p, floor_mass, result)) return result;
+            if (around.count <= LISTED && settle(around, list, p, floor_mass, result, ignored)) return result;
+            if (around.count > LISTED && around.smallest == around.largest && settle_copies(around, p, floor_mass, result)) return result;
             turn ^= 1;
-            list = s.work.list[turn];
+            list = work.list[turn];
         }
 #endif
-        const Probe<mass> found = probe<mass>(s, near, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list, parts);
+        const Probe<mass> found = probe<mass>(near, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list);
         if (!known) {
             if (mass) target = fmax(p * static_cast<double>(found.total + floor_mass), 0.5);
             else if (found.total <= k) return floor;
@@ -388,8 +384,8 @@ __device__ __noinline__ Found find_boundary(const Search& s, bool near, const Fo
             if (static_cast<double>(found.total) < target) {  // it lies among the copies that the floor keeps
                 const u32 kept = copies_kept(found.total, floor_each, floor.copies, target);
                 if (kept == floor.copies) return floor;
-                probe<false>(s, near, floor_key, floor_key, floor_key - 1, s.work.list[turn ^ 1], parts);
-                return cut_copies(s, floor_key, kept, floor.copies, parts);
+                probe<false>(near, floor_key, floor_key, floor_key - 1, work.list[turn ^ 1]);
+                return cut_copies(floor_key, kept, floor.copies);
             }
         }
         if (static_cast<double>(found.above()) >= target) {
@@ -398,10 +394,10 @@ __device__ __noinline__ Found find_boundary(const Search& s, bool near, const Fo
             range.last = bracket.first - 1;
             over = found.through();
         } else if (found.smallest == found.largest) {
-            return cut_copies(s, found.smallest, copies_kept(found.above(), found.inside / found.count, found.count, target), found.count, parts);
+            return cut_copies(found.smallest, copies_kept(found.above(), found.inside / found.count, found.count, target), found.count);
         } else if (TIERED && found.count <= LISTED) {
             u32 kept;
-            return search_list(s, mass, found.count, found.above(), parts, list, target, kept);
+            return search_list(mass, found.count, found.above(), list, target, kept);
         } else {
             range = {found.smallest, found.largest};
             over = found.above();
