@@ -42,15 +42,18 @@ __device__ __forceinline__ Wide of_row(const void* values, bool wide, Wide value
     return wide ? static_cast<const Wide*>(values)[at] : static_cast<Wide>(static_cast<const Narrow*>(values)[at]);
 }
 
-__device__ __forceinline__ Request make_request(const Params& p, int row) {
-    Request request = {p.temperature ? p.temperature[row * p.stride_temperature] : p.temperature_value,
-                       of_row<i64, int>(p.top_k, p.top_k_wide, p.top_k_value, row * p.stride_top_k),
-                       of_row<double, float>(p.top_p, p.top_p_wide, p.top_p_value, row * p.stride_top_p),
-                       of_row<double, float>(p.min_p, p.min_p_wide, p.min_p_value, row * p.stride_min_p), true};
+// Into shared memory; a thread for each number, for they come from memory.
+__device__ __forceinline__ void read_request(const Params& p, int row) {
+    Request& request = work.request;
+    if (threadIdx.x == 0) request.temperature = p.temperature ? p.temperature[row * p.stride_temperature] : p.temperature_value;
+    if (threadIdx.x == 32) request.top_k = of_row<i64, int>(p.top_k, p.top_k_wide, p.top_k_value, row * p.stride_top_k);
+    if (threadIdx.x == 64) request.top_p = of_row<double, float>(p.top_p, p.top_p_wide, p.top_p_value, row * p.stride_top_p);
+    if (threadIdx.x == 96) request.min_p = of_row<double, float>(p.min_p, p.min_p_wide, p.min_p_value, row * p.stride_min_p);
+}
+
+__device__ __forceinline__ bool possible(const Request& request) {
     auto share = [](double x) { return x >= 0.0 && x <= 1.0; };
-    request.possible = possible(request.temperature) && request.top_k >= -1 && share(request.top_p) && share(request.min_p);
-    if (request.top_k < 0 || request.top_k >= p.V) request.top_k = 0;
-    return request;
+    return possible(request.temperature) && request.top_k >= -1 && share(request.top_p) && share(request.min_p);
 }
 
 // The smallest key whose share of the peak's probability is at least min_p; by one warp.
@@ -85,28 +88,26 @@ __device__ __noinline__ bool find_nucleus(double p, Found& found) {
     const u32 count = work.stats.gathered;
     const double unit = exp2((static_cast<double>(work.guess.anchor) - work.scale.peak) * work.scale.factor / PARTS);
     const u64 below = __double2ull_rn(work.stats.below * unit), below_error = __double2ull_ru(work.stats.below_error * unit + 1.0);
-    u64 above = 0;  // mass of what is put aside
-    float ignored;
-    Range bracket = work.guess.others;
+    u64 mass;  // of what is put aside
     if (count <= LISTED) {
-        const Estimate around = {count, 0, 0, 0, below, 0, below_error};
-        if (settle(around, aside, p, 0, found, above)) return true;
+        if (settle(aside, count, p, 0, below, below_error, found, mass)) return true;
     } else {
         Entry* const list = work.list[0];
-        above = estimate(true, top, top - 1, top - 1, list).above;
-        if (static_cast<double>(above) >= p * static_cast<double>(above + below)) {
-            bracket = {top, work.stats.peak, false};
+        mass = probe<true>(true, top, top - 1, top - 1, list).total;
+        if (static_cast<double>(mass) >= p * static_cast<double>(mass + below)) {
+            Range bracket = {top, work.stats.peak, false};
+            float ignored;
             locate<true>(true, bracket, {0.0f, 0.0f, static_cast<float>(p), below * 0x1p-40f}, ignored);
-            Estimate around = estimate(true, bracket.first, bracket.last, top - 1, list);
-            around.below += below;
-            around.below_error += below_error;
-            if (around.count <= LISTED && settle(around, list, p, 0, found, above)) return true;
-            if (around.count > LISTED && around.smallest == around.largest && settle_copies(around, p, 0, found)) return true;
+            const Probe<true> around = probe<true>(true, bracket.first, bracket.last, top - 1, list);
+            u64 inside;
+            if (around.count <= LISTED && settle(list, around.count, p, around.above, around.total - around.through() + below, below_error, found, inside)) return true;
             found = find_boundary<true>(false, found, 0, p);
             return false;
         }
     }
-    const float share = above * 0x1p-40f;
+    Range bracket = work.guess.others;
+    float ignored;
+    const float share = mass * 0x1p-40f;
     narrow<true>(bracket, {0.0f, share, static_cast<float>(p), share}, ignored);
     found = find_boundary<true>(false, found, 0, p, bracket);
 #else
@@ -122,18 +123,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const bool whole = TIERED && p.chunk <= GATHERED;
     const Sample sample({logits, 0, p.V, aligned}, TRUNCATE && TIERED && !whole);  // on its way
     begin_exchange();
+    read_request(p, row);
     if (threadIdx.x == 0) {
-        work.request = make_request(p, row);
         work.chunk = {logits + first, first, max(0, min(p.chunk, p.V - first)), aligned};
         work.gathered = 0;
     }
     sync_row();  // also: all blocks have started, and can be written to
     const Request& request = work.request;
-    const bool top_k = request.top_k > 0, top_p = request.top_p < 1.0, min_p = request.min_p > 0.0;
+    const bool top_k = request.top_k > 0 && request.top_k < p.V, top_p = request.top_p < 1.0, min_p = request.min_p > 0.0;
 
     // One sweep
     Guess guess = {infinity(), 0.0f, {1, 0, false}};
-    if (TRUNCATE && TIERED && !whole && (top_k || top_p || min_p)) guess = guess_row(sample, p.V);
+    if (TRUNCATE && TIERED && !whole && (top_k || top_p || min_p)) guess = guess_row(sample, p.V, top_k ? request.top_k : 0);
     if (threadIdx.x == 0) work.guess = guess;
     __syncthreads();
     clear_histogram();
@@ -155,7 +156,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         __syncthreads();
     }
     const Statistics& stats = work.stats;
-    const bool valid = request.possible && !stats.broken && stats.count;
+    const bool valid = possible(request) && !stats.broken && stats.count;
 
     // Boundary
     u32 listed = 0;          // the list's first so many entries are all that is kept, if not 0

@@ -5,7 +5,7 @@
 
 // Logits to put aside: for a top-k that is not larger; for a nucleus, which often has fewer in a peaked row; for a min-p, which searches
 // no list.
-constexpr float AIM_K = 160.0f, AIM_P = 350.0f, AIM_MIN_P = 1000.0f;
+constexpr float AIM_K = 160.0f, AIM_P = 256.0f, AIM_MIN_P = 1000.0f;
 constexpr float FINITE = 3.4028234663852886e38f;
 
 struct Moments {
@@ -96,7 +96,7 @@ struct Sample {
 };
 
 // Every block of a cluster makes the same guess, from the same logits.
-__device__ __forceinline__ Guess guess_row(const Sample& sample, int count) {
+__device__ __forceinline__ Guess guess_row(const Sample& sample, int count, i64 top_k) {
     const Request& request = work.request;
     Guess guess = {infinity(), 0.0f, {1, 0, false}};
     const float shift = fabsf(sample.first) < infinity() ? sample.first : 0.0f;
@@ -104,8 +104,8 @@ __device__ __forceinline__ Guess guess_row(const Sample& sample, int count) {
     guess.anchor = m.count ? m.peak : 0.0f;
 
     // In the sample: how many stand for those to put aside, for all of k in any case
-    const float stride = static_cast<float>(count) / (4 * QUADS * THREADS), k = request.top_k / stride;
-    const float wanted = request.top_k ? fmaxf(AIM_K / stride, k + 4.0f * sqrtf(k) + 4.0f) : (request.min_p > 0.0 ? AIM_MIN_P : AIM_P) / stride;
+    const float stride = static_cast<float>(count) / (4 * QUADS * THREADS), k = top_k / stride;
+    const float wanted = top_k ? fmaxf(AIM_K / stride, k + 4.0f * sqrtf(k) + 4.0f) : (request.min_p > 0.0 ? AIM_MIN_P : AIM_P) / stride;
     if (wanted * stride > 0.75f * GATHERED * CLUSTER) return guess;
     if (m.count < 2.0f * wanted) {
         guess.top = -FINITE;  // all there are
@@ -124,7 +124,7 @@ __device__ __forceinline__ Guess guess_row(const Sample& sample, int count) {
     if (!(2.0f * found >= wanted && found <= 2.0f * wanted)) guess.top = sample.top_of(static_cast<u32>(wanted), {key_of(m.lowest), key_of(m.peak), false});
     if (!(guess.top > m.lowest)) guess.top = infinity();
 
-    if (guess.top < infinity() && request.top_p < 1.0 && !request.top_k && !(request.min_p > 0.0)) {
+    if (guess.top < infinity() && request.top_p < 1.0 && !top_k && !(request.min_p > 0.0)) {
         const float low = fmaxf(m.lowest, lowest_wanted(guess.anchor, LOG2E / request.temperature, count, request.top_p));
         guess.others = {min(key_of(low), key_of(guess.top) - 1), key_of(guess.top) - 1, false};
     }

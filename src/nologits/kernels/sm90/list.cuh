@@ -15,23 +15,30 @@ __device__ __forceinline__ Entry listed_entry(const Entry* list, u32 count) {
 
 #if ARITY == 0
 
-// Puts the entries in order, one a thread: its place is how many are larger.
+// Puts the entries in order: the place of one is how many are larger. Threads share the comparisons with an entry, where they can.
 __device__ __noinline__ void sort_list(u32 count, Entry mine) {
-    Entry(&sorted)[LISTED] = work.sorted;
+    u32(&places)[BINS] = work.totals;
     __syncthreads();
-    if (threadIdx.x < LISTED) sorted[threadIdx.x] = mine;
-    __syncthreads();
-    u32 place[2] = {0, 0};
-    if ((threadIdx.x & ~31u) < count) {
-#pragma unroll 4
-        for (u32 i = 0; i < count; i += 2) {
-            const Pair pair = *reinterpret_cast<const Pair*>(&sorted[i]);
-            place[0] += pair.first > mine;
-            place[1] += pair.second > mine;
-        }
+    if (threadIdx.x < LISTED) {
+        work.sorted[threadIdx.x] = mine;
+        places[threadIdx.x] = 0;
     }
     __syncthreads();
-    if (threadIdx.x < count) sorted[place[0] + place[1]] = mine;
+    const u32 width = (count + 31) & ~31u, shares = THREADS / width, share = threadIdx.x / width, entry = threadIdx.x - share * width;
+    if (share < shares) {
+        const u32 length = (count + 2 * shares - 1) / (2 * shares) * 2, end = min(count, (share + 1) * length);
+        const Entry compared = work.sorted[entry];
+        u32 larger = 0;
+#pragma unroll 4
+        for (u32 i = share * length; i < end; i += 2) {
+            const Pair pair = *reinterpret_cast<const Pair*>(&work.sorted[i]);
+            larger += pair.first > compared;
+            larger += pair.second > compared;
+        }
+        atomicAdd(&places[entry], larger);
+    }
+    __syncthreads();
+    if (threadIdx.x < count) work.sorted[places[threadIdx.x]] = mine;
     __syncthreads();
 }
 
@@ -53,36 +60,21 @@ __device__ __forceinline__ Found last_kept(u32 kept) {
     return {{key, DUPLICATES ? id_of_entry(last) : EVERY_ID}, copies};
 }
 
-// The boundary of a top-p, if an estimate of the masses around the list leaves no doubt about it. An entry is needed if the mass
-// before it, less p times the whole, is negative: the doubt about that is (1 - p) times what the mass above is off, and p times
-// what the mass below is. `inside` becomes the list's mass.
-__device__ __noinline__ bool settle(const Estimate& around, const Entry* list, double p, u64 floor_mass, Found& found, u64& inside) {
-    const u32 count = around.count;
-    if (!count) return false;
+// The boundary of a top-p among entries above which there is the mass `above`; what lies below was weighed in fp32, which may be off by
+// `doubt`. False if that leaves it open. `inside` becomes the entries' mass. An entry is needed if the mass before it, less p times
+// the whole, is negative.
+__device__ __noinline__ bool settle(const Entry* list, u32 count, double p, u64 above, u64 below, u64 below_error, Found& found, u64& inside) {
+    if (!count) return inside = 0;
     const Entry entry = listed_entry(list, count);
     scan_block(threadIdx.x < count ? units_of(key_of_entry(entry)) : 0, inside);
-    const double above = static_cast<double>(around.above), all = above + static_cast<double>(inside);
-    const double total = all + static_cast<double>(around.below + floor_mass), doubt = around.doubt(p, total);
-    if (!(above < p * total - doubt && all > p * total + doubt)) return false;  // it lies above the list, or below, or who knows
+    const double total = static_cast<double>(above + inside + below), doubt = p * below_error + total * 0x1p-44;
+    if (!(above < p * total - doubt && above + inside > p * total + doubt)) return false;
     sort_list(count, entry);
     const u64 mine = threadIdx.x < count ? units_of(key_of_entry(work.sorted[threadIdx.x])) : 0;
     const u64 through = scan_block(mine, inside);
-    const double before = above + static_cast<double>(through - mine) - p * total;
-    const bool unclear = threadIdx.x < count && fabs(before) <= doubt;
-    if (__syncthreads_or(unclear)) return false;
+    const double before = static_cast<double>(above + through - mine) - p * total;
+    if (__syncthreads_or(threadIdx.x < count && fabs(before) <= doubt)) return false;
     found = last_kept(__syncthreads_count(threadIdx.x < count && before < 0.0));
-    return true;
-}
-
-// The same of copies of one value, more than a list holds.
-__device__ __noinline__ bool settle_copies(const Estimate& around, double p, u64 floor_mass, Found& found) {
-    const double above = static_cast<double>(around.above), each = static_cast<double>(units_of(around.smallest));
-    const double total = above + around.count * each + static_cast<double>(around.below + floor_mass), doubt = around.doubt(p, total);
-    const double kept = ceil((p * total - above) / each);
-    if (!(kept >= 1.0 && kept <= around.count)) return false;
-    const double before = above + (kept - 1.0) * each - p * total;
-    if (!(before < -doubt && before + each > doubt)) return false;
-    found = cut_copies(around.smallest, static_cast<u32>(kept), around.count);
     return true;
 }
 

@@ -53,12 +53,11 @@ __device__ __forceinline__ int id_of_entry(Entry entry) { return static_cast<int
 
 // ---- what is known of a row
 
-// What it asks for; a top-k of 0: none.
+// What it asks for.
 struct Request {
     float temperature;
     i64 top_k;
     double top_p, min_p;
-    bool possible;
 };
 
 struct Range {

@@ -8,9 +8,7 @@
 //     boundary inside, and the list is short                 sort the list (list.cuh)
 //     otherwise                                              smaller range, new guess
 //
-// A guess costs time if it is wrong, never exactness: ranges shrink until a bracket is one value, whose copies go by id. For a top-p
-// the first probe is an estimate in fp32 with a bound on its error, which settles almost every row; exact masses of the whole row
-// take fp64 and are summed only where it does not.
+// A guess costs time if it is wrong, never exactness: ranges shrink until a bracket is one value, whose copies go by id.
 #pragma once
 #include "row.cuh"
 
@@ -28,31 +26,16 @@ struct Probe {
     typedef typename MeasureOf<mass>::type Measure;
     u32 count;              // inside the bracket
     int smallest, largest;  // keys inside
-    Measure inside, below, total;  // in it; lower, down to the floor; higher too
+    Measure inside, above, total;  // in it; higher; all, down to the floor
 
-    __device__ __forceinline__ Measure above() const { return total - below - inside; }
-    __device__ __forceinline__ Measure through() const { return total - below; }
+    __device__ __forceinline__ Measure through() const { return above + inside; }
     __device__ __forceinline__ Probe over_lanes() const {
-        return {sum_lanes(count), min_lanes(smallest), max_lanes(largest), sum_lanes(inside), sum_lanes(below), sum_lanes(total)};
+        return {sum_lanes(count), min_lanes(smallest), max_lanes(largest), sum_lanes(inside), sum_lanes(above), sum_lanes(total)};
     }
     static __device__ __forceinline__ Probe nothing() { return {0, HIGHEST_KEY, LOWEST_KEY, 0, 0, 0}; }
 };
 
-// Masses in units, estimated, and how far they may be off.
-struct Estimate {
-    u32 count;              // inside the bracket
-    int smallest, largest;  // keys inside
-    u64 above, below, above_error, below_error;
-
-    // About a mass above, less p times the whole.
-    __device__ __forceinline__ double doubt(double p, double total) const { return (1.0 - p) * above_error + p * below_error + total * 0x1p-44; }
-    __device__ __forceinline__ Estimate over_lanes() const {
-        return {sum_lanes(count), min_lanes(smallest), max_lanes(largest), sum_lanes(above), sum_lanes(below), sum_lanes(above_error), sum_lanes(below_error)};
-    }
-    static __device__ __forceinline__ Estimate nothing() { return {0, HIGHEST_KEY, LOWEST_KEY, 0, 0, 0, 0}; }
-};
-
-__device__ __forceinline__ u32 count_of(const Slot& part) { return static_cast<u32>(part.words[0]); }  // of Probe and Estimate; gathered of Statistics
+__device__ __forceinline__ u32 count_of(const Slot& part) { return static_cast<u32>(part.words[0]); }  // of Probe; gathered of Statistics
 
 // ---- one sweep: what lies above, inside and below first .. last
 
@@ -66,77 +49,27 @@ __device__ __noinline__ Probe<mass> probe(bool near, int first, int last, int fl
     Probe<mass> mine = Probe<mass>::nothing();
     sweep(near, [&](const float(&x)[4], int at) {
         bool inside = false;
-        Measure each[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            each[i] = mass ? units(x[i], scale, work.table) : 1;
-            if (x[i] >= least) mine.total += each[i];
-            if (x[i] >= least && x[i] < low) mine.below += each[i];
+            const Measure each = mass ? units(x[i], scale, work.table) : 1;
+            if (x[i] >= least) mine.total += each;
+            if (x[i] > high) mine.above += each;
             inside |= x[i] >= low && x[i] <= high;
         }
         if (!inside) return;
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < 4; ++i) {
-            if (!(x[i] >= low && x[i] <= high)) continue;
-            const int key = key_of(x[i]);
+            const float y = i == 0 ? x[0] : i == 1 ? x[1] : i == 2 ? x[2] : x[3];
+            if (!(y >= low && y <= high)) continue;
+            const int key = key_of(y);
             mine.count += 1;
-            mine.inside += each[i];
+            mine.inside += mass ? units(y, scale, work.table) : 1;
             mine.smallest = min(mine.smallest, key);
             mine.largest = max(mine.largest, key);
             const u32 place = atomicAdd(&work.listed, 1);
             if (place < LISTED) list[place] = make_entry(key, id_at(near, at + i));
         }
     });
-    return reduce_row(mine);
-}
-
-// How far 2^y in fp32 may be off, relative: 2^-22 of the instruction, three roundings of y, |y| 2^-24 ln 2 each, and sums of four terms.
-__device__ __forceinline__ float exponent_error(float y) { return fmaf(fabsf(y), 1.3e-7f, 5.0e-7f); }
-
-// The same for masses in fp32, with that error and the whole units that exact masses are rounded to.
-__device__ __noinline__ Estimate estimate(bool near, int first, int last, int floor, Entry* list) {
-    const float low = first_value(first), high = last_value(last), least = first_value(floor + 1);
-    const Scale scale = work.scale;
-    if (threadIdx.x == 0) work.listed = 0;
-    __syncthreads();
-    Estimate mine = Estimate::nothing();
-    double above = 0.0, below = 0.0;
-    float above_error = 0.0f, below_error = 0.0f;
-    sweep(near, [&](const float(&x)[4], int at) {
-        float up = 0.0f, down = 0.0f;
-        bool inside = false;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float y = (x[i] - scale.peak) * scale.slope, share = exp2_approx(y), error = exponent_error(y);
-            if (x[i] > high) {
-                up += share;
-                above_error = fmaf(share, error, above_error);
-            }
-            if (x[i] >= least && x[i] < low) {
-                down += share;
-                below_error = fmaf(share, error, below_error);
-            }
-            inside |= x[i] >= low && x[i] <= high;
-        }
-        above += up;
-        below += down;
-        if (!inside) return;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (!(x[i] >= low && x[i] <= high)) continue;
-            const int key = key_of(x[i]);
-            mine.count += 1;
-            mine.smallest = min(mine.smallest, key);
-            mine.largest = max(mine.largest, key);
-            const u32 place = atomicAdd(&work.listed, 1);
-            if (place < LISTED) list[place] = make_entry(key, id_at(near, at + i));
-        }
-    });
-    const double rounding = static_cast<double>(terms(near));  // half a unit for each term, twice
-    mine.above = __double2ull_rn(above * 0x1p40);
-    mine.below = __double2ull_rn(below * 0x1p40);
-    mine.above_error = __double2ull_ru(above_error * 1.01 * 0x1p40 + rounding);
-    mine.below_error = __double2ull_ru(below_error * 1.01 * 0x1p40 + rounding);
     return reduce_row(mine);
 }
 
@@ -364,18 +297,6 @@ __device__ __noinline__ Found find_boundary(bool near, const Found& floor, u64 k
             locate<mass>(near, bracket, goal, ignored);
         }
         guess = {1, 0, false};
-#if ARITY == 0
-        // Nothing to estimate where the range is empty, or masses are not finite.
-        if (mass && TIERED && !known && range.first > floor_key && work.scale.slope < infinity() && fabsf(work.scale.peak) < infinity()) {
-            const Estimate around = estimate(near, bracket.first, bracket.last, floor_key, list);
-            Found result;
-            u64 ignored;
-            if (around.count <= LISTED && settle(around, list, p, floor_mass, result, ignored)) return result;
-            if (around.count > LISTED && around.smallest == around.largest && settle_copies(around, p, floor_mass, result)) return result;
-            turn ^= 1;
-            list = work.list[turn];
-        }
-#endif
         const Probe<mass> found = probe<mass>(near, bracket.first, bracket.last, known ? bracket.first - 1 : floor_key, list);
         if (!known) {
             if (mass) target = fmax(p * static_cast<double>(found.total + floor_mass), 0.5);
@@ -388,19 +309,19 @@ __device__ __noinline__ Found find_boundary(bool near, const Found& floor, u64 k
                 return cut_copies(floor_key, kept, floor.copies);
             }
         }
-        if (static_cast<double>(found.above()) >= target) {
+        if (static_cast<double>(found.above) >= target) {
             range.first = bracket.last + 1;
         } else if (static_cast<double>(found.through()) < target) {
             range.last = bracket.first - 1;
             over = found.through();
         } else if (found.smallest == found.largest) {
-            return cut_copies(found.smallest, copies_kept(found.above(), found.inside / found.count, found.count, target), found.count);
+            return cut_copies(found.smallest, copies_kept(found.above, found.inside / found.count, found.count, target), found.count);
         } else if (TIERED && found.count <= LISTED) {
             u32 kept;
-            return search_list(mass, found.count, found.above(), list, target, kept);
+            return search_list(mass, found.count, found.above, list, target, kept);
         } else {
             range = {found.smallest, found.largest};
-            over = found.above();
+            over = found.above;
         }
         range.by_key = true;
     }
