@@ -115,9 +115,9 @@ class TestProviders:
         call = qrita.QRITA_PROVIDERS[name](inputs, "k50")
         kernel.configs.clear()
         call()
-        shipped = filter_config(20_000, 2, 4)
+        shipped = filter_config(20_000, 2, 132)
         assert shipped.cluster > 1
-        assert kernel.configs == [FilterConfig(shipped.cluster, shipped.resident, search)]
+        assert kernel.configs == [FilterConfig(shipped.cluster, shipped.threads, search)]
 
     @pytest.mark.parametrize("mode", MODES)
     def test_logits_are_left_alone_and_results_are_new(self, kernel, mode):
@@ -311,11 +311,11 @@ def test_the_launcher_takes_another_configuration(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     logits = torch.zeros(2, 20_000)
     rows = make_rows(SamplingParams(top_k=5), 2, 20_000, logits.device, noise=False)
-    shipped = filter_config(20_000, 2, 4)
-    other = FilterConfig(4, False, SearchConfig(ARITY=4, TRUNCATE=0))
+    shipped = filter_config(20_000, 2, 132)
+    other = FilterConfig(4, 512, SearchConfig(ARITY=4, TRUNCATE=0))
     for config in (None, other):
         launcher.launch_mask(logits, rows, torch.empty_like(logits), -torch.inf, config=config)
-    keys = ("CLUSTER", "RESIDENT", "MASK", "DRAW", "ARITY", "TRUNCATE", "DUPLICATES", "TIERED")
+    keys = ("CLUSTER", "THREADS", "MASK", "DRAW", "ARITY", "TRUNCATE", "DUPLICATES", "TIERED")
     assert [tuple(defines[key] for key in keys) for defines in seen] == [
-        (shipped.cluster, 1, 1, 0, 0, 1, 1, 1), (4, 0, 1, 0, 4, 0, 1, 1),
+        (shipped.cluster, shipped.threads, 1, 0, 0, 1, 1, 1), (4, 512, 1, 0, 4, 0, 1, 1),
     ]  # fmt: skip

@@ -23,7 +23,7 @@ INF, NAN = float("inf"), float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODES = (("top_k",), ("top_p",), ("top_k", "top_p"), ("min_p",), ("min_p", "top_k", "top_p"))
 MADE = [name for name in FAMILIES if name != "smollm2"]
-LAUNCHES = [FilterConfig(cluster) for cluster in (1, 2, 4, 8, 16)]
+LAUNCHES = [FilterConfig(1), FilterConfig(2, 1024), FilterConfig(4), FilterConfig(8, 1024), FilterConfig(16), FilterConfig(16, 1024)]
 SEARCHES = [SearchConfig(TRUNCATE=0), SearchConfig(TIERED=0), *(SearchConfig(ARITY=parts) for parts in (2, 3, 4))]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import hopper_obstacle
-from ..kernels.config import filter_config
+from ..kernels.config import filter_config, multiprocessors
 from ..params import SamplingParams, make_rows
 from . import filters
 from .filter_cases import FilterInputs
@@ -59,7 +59,7 @@ def masked(switches: Mapping[str, int], inputs: FilterInputs, mode: str) -> Call
     batch, vocab = logits.shape
     params = SamplingParams(top_k=inputs.top_k, top_p=inputs.top_p, min_p=inputs.min_p)
     rows = make_rows(params, batch, vocab, logits.device, noise=False)
-    config = filter_config(vocab, batch, logits.element_size())
+    config = filter_config(vocab, batch, multiprocessors(logits.device))
     config = replace(config, search=config.search._replace(**switches))
 
     def call() -> Tensor:

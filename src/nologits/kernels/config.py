@@ -149,14 +149,20 @@ def hopper_config(batch: int) -> HopperConfig:
     return HOPPER_SHARED_CLUSTERED if HOPPER_SHARED_CLUSTERED.fits(batch) else HOPPER_SHARED
 
 
+CLUSTERS_AT_ONCE = {16: 7, 8: 15, 4: 30, 2: 66, 1: 132}
+"""How many clusters of so many large blocks an H200 runs at once (``cuOccupancyMaxActiveClusters``): a cluster stays in one of the
+chip's parts, and those have 16 or 18 multiprocessors."""
+
 FILTER_GATHERED = 8192
 """Logits that a block of the filters' kernel can put aside on chip."""
 
 
 def filter_config(vocab: int, batch: int, processors: int) -> FilterConfig:
-    """The launch of the filters' kernel: one large block a multiprocessor or two small ones, as many a row as there is room for, at
-    most 16."""
-    cluster = 1
-    while cluster < 16 and vocab > FILTER_GATHERED * cluster and 2 * cluster * batch <= processors:
-        cluster *= 2
-    return FilterConfig(cluster, 1024 if vocab > FILTER_GATHERED and cluster * batch <= processors else 512)
+    """The launch of the filters' kernel: the most blocks a row with which all rows run at once, each on a multiprocessor of its own;
+    two smaller blocks on each where there are more rows than that."""
+    if vocab <= FILTER_GATHERED:
+        return FilterConfig(1)
+    for cluster, at_once in CLUSTERS_AT_ONCE.items():
+        if batch <= at_once * processors // 132 and (cluster == 1 or vocab > FILTER_GATHERED * cluster // 2):
+            return FilterConfig(cluster, 1024)
+    return FilterConfig(1)

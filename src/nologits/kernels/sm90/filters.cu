@@ -135,11 +135,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     // One sweep
     Guess guess = {infinity(), 0.0f, {1, 0, false}};
     if (TRUNCATE && TIERED && !whole && (top_k || top_p || min_p)) guess = guess_row(sample, p.V, top_k ? request.top_k : 0);
-    if (threadIdx.x == 0) work.guess = guess;
-    __syncthreads();
-    clear_histogram();
-    __syncthreads();
     const bool weigh = guess.others.first <= guess.others.last && LOG2E / request.temperature < infinity();
+    __syncthreads();
+    if (threadIdx.x == 0) work.guess = guess;
+    if (weigh) clear_histogram();
+    __syncthreads();
     const Element dropped = as_element(p.mask_value);
     Element* blank = nullptr;
 #if MASK

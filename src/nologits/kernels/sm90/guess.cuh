@@ -5,7 +5,8 @@
 
 // Logits to put aside: for a top-k that is not larger; for a nucleus, which often has fewer in a peaked row; for a min-p, which searches
 // no list.
-constexpr float AIM_K = 160.0f, AIM_P = 256.0f, AIM_MIN_P = 1000.0f;
+constexpr float AIM_K = 160.0f, AIM_P = 256.0f, AIM_MIN_P = 512.0f;
+constexpr float OUTLIER = 6.0f;  // sigmas from the mean; of a normal sample the farthest lies at about 4
 constexpr float FINITE = 3.4028234663852886e38f;
 
 struct Moments {
@@ -28,15 +29,17 @@ struct Counted {
 };
 
 // A thread's part of the sample: of 64 segments of 128 neighbours, evenly over the row.
+constexpr int SEGMENTS = 64, SAMPLED = SEGMENTS * 128, SAMPLED_QUADS = SEGMENTS / WARPS;
+
 struct Sample {
-    float first, x[4 * QUADS];
+    float first, x[4 * SAMPLED_QUADS];
 
     __device__ __forceinline__ Sample(const Chunk& row, bool wanted) : first(as_float(row.global[0])) {
         if (!wanted) return;
 #pragma unroll
-        for (int q = 0; q < QUADS; ++q) {
-            const i64 segment = QUADS * (threadIdx.x >> 5) + q;
-            const Quad quad = row.load((static_cast<int>((row.count - 128) * segment / (QUADS * WARPS - 1)) & ~7) + 4 * (threadIdx.x & 31));
+        for (int q = 0; q < SAMPLED_QUADS; ++q) {
+            const i64 segment = SAMPLED_QUADS * (threadIdx.x >> 5) + q;
+            const Quad quad = row.load((static_cast<int>((row.count - 128) * segment / (SEGMENTS - 1)) & ~7) + 4 * (threadIdx.x & 31));
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[4 * q + i] = as_float(quad.e[i]);
         }
@@ -46,7 +49,7 @@ struct Sample {
     __device__ __forceinline__ Moments moments(float shift, float low, float high) const {
         Moments mine = Moments::nothing();
 #pragma unroll
-        for (int i = 0; i < 4 * QUADS; ++i) {
+        for (int i = 0; i < 4 * SAMPLED_QUADS; ++i) {
             if (!(x[i] >= low && x[i] <= high)) continue;
             const float value = x[i] - shift;
             mine.count += 1;
@@ -61,7 +64,7 @@ struct Sample {
     __device__ __forceinline__ u32 count_from(float top) const {
         Counted mine = {0};
 #pragma unroll
-        for (int i = 0; i < 4 * QUADS; ++i) mine.count += x[i] >= top;
+        for (int i = 0; i < 4 * SAMPLED_QUADS; ++i) mine.count += x[i] >= top;
         return reduce_block(mine).count;
     }
 
@@ -72,7 +75,7 @@ struct Sample {
         if (threadIdx.x == 0) work.bin = 0;
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 4 * QUADS; ++i)
+        for (int i = 0; i < 4 * SAMPLED_QUADS; ++i)
             if (x[i] >= bins.low) atomicAdd(&work.histogram[x[i] <= bins.high ? bins.bin_of(x[i]) : BINS - 1], 1);
         __syncthreads();
         const int upper = BINS - 1 - 4 * threadIdx.x;
@@ -104,15 +107,15 @@ __device__ __forceinline__ Guess guess_row(const Sample& sample, int count, i64 
     guess.anchor = m.count ? m.peak : 0.0f;
 
     // In the sample: how many stand for those to put aside, for all of k in any case
-    const float stride = static_cast<float>(count) / (4 * QUADS * THREADS), k = top_k / stride;
+    const float stride = static_cast<float>(count) / SAMPLED, k = top_k / stride;
     const float wanted = top_k ? fmaxf(AIM_K / stride, k + 4.0f * sqrtf(k) + 4.0f) : (request.min_p > 0.0 ? AIM_MIN_P : AIM_P) / stride;
     if (wanted * stride > 0.75f * GATHERED * CLUSTER) return guess;
     if (m.count < 2.0f * wanted) {
         guess.top = -FINITE;  // all there are
         return guess;
     }
-    for (int turn = 0; turn < 2 && !(fmaxf(m.peak - shift - m.mean(), shift + m.mean() - m.lowest) < 12.0f * m.sigma()); ++turn) {  // without outliers
-        const float reach = m.sigma() < infinity() ? 12.0f * m.sigma() : FINITE / 2;
+    for (int turn = 0; turn < 2 && !(fmaxf(m.peak - shift - m.mean(), shift + m.mean() - m.lowest) < OUTLIER * m.sigma()); ++turn) {  // without outliers
+        const float reach = m.sigma() < infinity() ? OUTLIER * m.sigma() : FINITE / 2;
         m = sample.moments(shift, fmaxf(shift + m.mean() - reach, -FINITE), fminf(shift + m.mean() + reach, FINITE));
         if (!m.count) return guess;
     }
