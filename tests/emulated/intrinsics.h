@@ -114,24 +114,7 @@ inline float __uint2float_rz(u32 x) {
 inline u64 __double2ull_rn(double x) { return x > 0.0 ? static_cast<u64>(nearbyint(x)) : 0; }
 inline u64 __double2ull_ru(double x) { return x > 0.0 ? static_cast<u64>(ceil(x)) : 0; }
 
-// Acklam's rational approximation of the normal law's quantiles: relative 1.2e-9.
-inline float normcdfinvf(float share) {
-    const double p = share;
-    if (!(p > 0.0 && p < 1.0)) return p == 0.0 ? -INFINITY : p == 1.0 ? INFINITY : NAN;
-    if (p < 0.02425 || p > 1.0 - 0.02425) {
-        const double q = sqrt(-2.0 * log(p < 0.5 ? p : 1.0 - p));
-        const double x = (((((-7.784894002430293e-3 * q - 3.223964580411365e-1) * q - 2.400758277161838) * q - 2.549732539343734) * q +
-                           4.374664141464968) * q + 2.938163982698783) /
-                         ((((7.784695709041462e-3 * q + 3.224671290700398e-1) * q + 2.445134137142996) * q + 3.754408661907416) * q + 1.0);
-        return static_cast<float>(p < 0.5 ? x : -x);
-    }
-    const double q = p - 0.5, r = q * q;
-    return static_cast<float>(
-        (((((-3.969683028665376e1 * r + 2.209460984245205e2) * r - 2.759285104469687e2) * r + 1.383577518672690e2) * r -
-          3.066479806614716e1) * r + 2.506628277459239) * q /
-        (((((-5.447609879822406e1 * r + 1.615858368580409e2) * r - 1.556989798598866e2) * r + 6.680131188771972e1) * r -
-          1.328068155288572e1) * r + 1.0));
-}
+inline float __fdividef(float a, float b) { return a / b; }
 
 // ---- what the kernels write in assembly
 

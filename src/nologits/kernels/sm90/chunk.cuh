@@ -74,6 +74,12 @@ struct Chunk {
     __device__ __forceinline__ int id(int at) const { return first + at; }
     __device__ __forceinline__ int terms() const { return (count + STEP - 1) / STEP * 4 * QUADS; }  // logits of a thread
 
+    // Has its first bytes on their way into the cache.
+    __device__ __forceinline__ void prefetch(int bytes) const {
+        bytes = min(bytes, count * static_cast<int>(sizeof(Element))) & ~15;
+        if ((reinterpret_cast<u64>(global) & 15) == 0 && bytes > 0) prefetch_bytes(global, bytes);
+    }
+
     // Four neighbouring logits, -inf beyond the chunk.
     __device__ __forceinline__ Quad load(int at) const {
         if (aligned && at + 4 <= count) return load_cached(global + at);

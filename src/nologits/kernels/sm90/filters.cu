@@ -15,6 +15,8 @@
 #include "read.cuh"
 #include "results.cuh"
 
+constexpr int PREFETCHED = 192 * THREADS;  // bytes of a chunk: half of the cache for all blocks, while they look at samples
+
 struct Params {
     const Element* logits;
     const float* temperature;
@@ -87,7 +89,7 @@ __device__ __noinline__ bool find_nucleus(double p, Found& found) {
     const int top = key_of(work.guess.top);
     const u32 count = work.stats.gathered;
     const double unit = exp2((static_cast<double>(work.guess.anchor) - work.scale.peak) * work.scale.factor / PARTS);
-    const u64 below = __double2ull_rn(work.stats.below * unit), below_error = __double2ull_ru(work.stats.below_error * unit + 1.0);
+    const u64 below = __double2ull_rn(work.rest.mass * unit), below_error = __double2ull_ru(work.rest.error * unit + 1.0);
     u64 mass;  // of what is put aside
     if (count <= LISTED) {
         if (settle(aside, count, p, 0, below, below_error, found, mass)) return true;
@@ -126,6 +128,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     read_request(p, row);
     if (threadIdx.x == 0) {
         work.chunk = {logits + first, first, max(0, min(p.chunk, p.V - first)), aligned};
+        work.chunk.prefetch(PREFETCHED);
         work.gathered = 0;
     }
     sync_row();  // also: all blocks have started, and can be written to
@@ -149,10 +152,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (p.apart && little && guess.top < infinity()) blank = out;
 #endif
     {
-        const Statistics stats = reduce_row(weigh ? read_chunk<true>(whole, blank, dropped) : read_chunk<false>(whole, blank, dropped));
-        const Scale scale = make_scale(value_of(stats.peak), request.temperature);
-        fill_table(work.table, scale);
-        if (threadIdx.x == 0) work.stats = stats, work.scale = scale;
+        Rest rest;
+        const Statistics mine = weigh ? read_chunk<true>(whole, blank, dropped, rest) : read_chunk<false>(whole, blank, dropped, rest);
+        if (weigh) {
+            rest = reduce_row(rest);
+            if (threadIdx.x == 0) work.rest = rest;
+        }
+        const Statistics stats = reduce_row(mine);
+        if (threadIdx.x == 0) work.stats = stats;
+        if (top_p || min_p || LOGPROBS) {
+            const Scale scale = make_scale(value_of(stats.peak), request.temperature);
+            fill_table(work.table, scale);
+            if (threadIdx.x == 0) work.scale = scale;
+        }
         __syncthreads();
     }
     const Statistics& stats = work.stats;

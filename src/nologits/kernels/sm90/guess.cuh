@@ -9,6 +9,14 @@ constexpr float AIM_K = 160.0f, AIM_P = 256.0f, AIM_MIN_P = 512.0f;
 constexpr float OUTLIER = 6.0f;  // sigmas from the mean; of a normal sample the farthest lies at about 4
 constexpr float FINITE = 3.4028234663852886e38f;
 
+__device__ __forceinline__ float root(float x) { return exp2_approx(0.5f * log2_approx(x)); }
+
+// How many sigmas above the mean a share (up to a half) of a normal row begins, to .003 (Abramowitz and Stegun 26.2.22).
+__device__ __forceinline__ float normal_quantile(float share) {
+    const float t = root(-2.0f * LN2 * log2_approx(share));
+    return t - __fdividef(fmaf(t, 0.27061f, 2.30753f), fmaf(t, fmaf(t, 0.04481f, 0.99229f), 1.0f));
+}
+
 struct Moments {
     float sum, squares;  // of logits above -inf, less `shift`
     u32 count;
@@ -18,8 +26,8 @@ struct Moments {
         return {sum_lanes(sum), sum_lanes(squares), sum_lanes(count), value_of(min_lanes(key_of(lowest))), value_of(max_lanes(key_of(peak)))};
     }
     static __device__ __forceinline__ Moments nothing() { return {0.0f, 0.0f, 0, infinity(), -infinity()}; }
-    __device__ __forceinline__ float mean() const { return sum / count; }
-    __device__ __forceinline__ float sigma() const { return sqrtf(fmaxf(0.0f, squares / count - mean() * mean())); }
+    __device__ __forceinline__ float mean() const { return __fdividef(sum, count); }
+    __device__ __forceinline__ float sigma() const { return root(fmaxf(0.0f, __fdividef(squares, count) - mean() * mean())); }
 };
 
 struct Counted {
@@ -108,7 +116,7 @@ __device__ __forceinline__ Guess guess_row(const Sample& sample, int count, i64 
 
     // In the sample: how many stand for those to put aside, for all of k in any case
     const float stride = static_cast<float>(count) / SAMPLED, k = top_k / stride;
-    const float wanted = top_k ? fmaxf(AIM_K / stride, k + 4.0f * sqrtf(k) + 4.0f) : (request.min_p > 0.0 ? AIM_MIN_P : AIM_P) / stride;
+    const float wanted = top_k ? fmaxf(AIM_K / stride, k + 4.0f * root(k) + 4.0f) : (request.min_p > 0.0 ? AIM_MIN_P : AIM_P) / stride;
     if (wanted * stride > 0.75f * GATHERED * CLUSTER) return guess;
     if (m.count < 2.0f * wanted) {
         guess.top = -FINITE;  // all there are
@@ -121,8 +129,7 @@ __device__ __forceinline__ Guess guess_row(const Sample& sample, int count, i64 
     }
 
     // A normal row has as many above this
-    const float share = wanted / m.count;
-    guess.top = shift + m.mean() - m.sigma() * normcdfinvf(share);
+    guess.top = shift + m.mean() + m.sigma() * normal_quantile(__fdividef(wanted, m.count));
     const u32 found = sample.count_from(guess.top);
     if (!(2.0f * found >= wanted && found <= 2.0f * wanted)) guess.top = sample.top_of(static_cast<u32>(wanted), {key_of(m.lowest), key_of(m.peak), false});
     if (!(guess.top > m.lowest)) guess.top = infinity();

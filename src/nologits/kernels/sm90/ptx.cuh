@@ -79,6 +79,11 @@ __device__ __forceinline__ void copy_box_multicast(u32 target, const TensorMap* 
         : "memory");
 }
 
+// Into the L2 cache: neighbouring bytes; addresses and their number are multiples of 16.
+__device__ __forceinline__ void prefetch_bytes(const void* source, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // ---- clusters and dependent launches
 
 __device__ __forceinline__ u32 cluster_rank() {

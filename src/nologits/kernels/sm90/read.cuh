@@ -9,7 +9,7 @@ __device__ __forceinline__ float exponent_error(float y) { return fmaf(fabsf(y),
 // The chunk is put aside as it is (whole), or what the guess says. `weigh`: the others' masses are wanted, with that error and the whole
 // units that exact masses are rounded to. `out`, if there is one, becomes `dropped`.
 template <bool weigh>
-__device__ __noinline__ Statistics read_chunk(bool whole, Element* out, Element dropped) {
+__device__ __noinline__ Statistics read_chunk(bool whole, Element* out, Element dropped, Rest& rest) {
     const Chunk chunk = work.chunk;
     const float slope = LOG2E / work.request.temperature;
     Statistics mine = Statistics::nothing();
@@ -66,7 +66,6 @@ __device__ __noinline__ Statistics read_chunk(bool whole, Element* out, Element 
     if (whole && threadIdx.x == 0) mine.gathered = work.gathered = chunk.count;
     mine.peak = key_of(peak);
     mine.lowest = key_of(lowest);
-    mine.below = __double2ull_rn(below * 0x1p40);
-    mine.below_error = __double2ull_ru(below_error * 1.01 * 0x1p40 + chunk.terms() * 0.5);
+    if (weigh) rest = {__double2ull_rn(below * 0x1p40), __double2ull_ru(below_error * 1.01 * 0x1p40 + chunk.terms() * 0.5)};
     return mine;
 }

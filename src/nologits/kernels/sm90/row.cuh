@@ -78,12 +78,19 @@ struct Statistics {
     int peak;        // key of the largest logit
     u32 count;       // above -inf
     u32 broken;      // NaNs
-    u64 below, below_error;  // mass of the others, in units of the guess's anchor, and how far it may be off
 
     __device__ __forceinline__ Statistics over_lanes() const {
-        return {sum_lanes(gathered), sum_lanes(lost), min_lanes(lowest), max_lanes(peak), sum_lanes(count), sum_lanes(broken), sum_lanes(below), sum_lanes(below_error)};
+        return {sum_lanes(gathered), sum_lanes(lost), min_lanes(lowest), max_lanes(peak), sum_lanes(count), sum_lanes(broken)};
     }
-    static __device__ __forceinline__ Statistics nothing() { return {0, 0, HIGHEST_KEY, LOWEST_KEY, 0, 0, 0, 0}; }
+    static __device__ __forceinline__ Statistics nothing() { return {0, 0, HIGHEST_KEY, LOWEST_KEY, 0, 0}; }
+};
+
+// The mass of what is not put aside, in units of the guess's anchor, and how far it may be off.
+struct Rest {
+    u64 mass, error;
+
+    __device__ __forceinline__ Rest over_lanes() const { return {sum_lanes(mass), sum_lanes(error)}; }
+    static __device__ __forceinline__ Rest nothing() { return {0, 0}; }
 };
 
 // What a block knows of its row, in shared memory: registers are scarce, and the parts of the kernel are functions of their own.
@@ -92,6 +99,7 @@ struct Workspace {
     Chunk chunk;
     Guess guess;
     Statistics stats;
+    Rest rest;
     Scale scale;
     double table[PARTS];
 
