@@ -35,7 +35,7 @@ ABLATIONS = {
 PROVIDERS = ["amax", "shipped", *ABLATIONS]
 KEYS = [
     *("case", "V", "D", "B", "provider", "mode", "us", "p20_us", "p80_us", "ratio_to_matmul", "extra_bytes"),
-    *("ratio_to_amax", "gbps", "speedup", "captured"),
+    *("ratio_to_amax", "gbps", "speedup", "captured", "read_again"),
 ]
 HEADER = ["schema", "suite", "gpu", "driver", "torch", "triton", "commit", "date"]
 CEILINGS = timing.Ceilings(4_200.0, 790.0)

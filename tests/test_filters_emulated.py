@@ -52,7 +52,7 @@ def kernel(build, monkeypatch):
 
         def launch(grid, arguments, device):
             (params,) = arguments
-            assert grid[0] % cluster == 0 and grid[1] == 1
+            assert (grid[0] % cluster, grid[1]) == (0, 1)
             failure = library.launch(ctypes.addressof(params), grid[0] // cluster, shared, how.seed, how.poison)
             assert not failure, failure.decode()
 

@@ -23,7 +23,14 @@ INF, NAN = float("inf"), float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODES = (("top_k",), ("top_p",), ("top_k", "top_p"), ("min_p",), ("min_p", "top_k", "top_p"))
 MADE = [name for name in FAMILIES if name != "smollm2"]
-LAUNCHES = [FilterConfig(1), FilterConfig(2, 1024), FilterConfig(4), FilterConfig(8, 1024), FilterConfig(16), FilterConfig(16, 1024)]
+LAUNCHES = [
+    FilterConfig(1),
+    FilterConfig(2, 1024),
+    FilterConfig(4),
+    FilterConfig(8, 1024),
+    FilterConfig(16),
+    FilterConfig(16, 1024),
+]
 SEARCHES = [SearchConfig(TRUNCATE=0), SearchConfig(TIERED=0), *(SearchConfig(ARITY=parts) for parts in (2, 3, 4))]
 
 
@@ -32,7 +39,6 @@ def only_hopper(monkeypatch):
     """Leaves the Hopper implementation nothing of the portable paths to run instead of its kernel."""
     from nologits import fused, hopper
 
-    monkeypatch.setattr(hopper, "FILTER_KERNEL", True, raising=False)
     monkeypatch.setattr(hopper, "filtered", SimpleNamespace(row_blocks=filtered.row_blocks))
     monkeypatch.setattr(hopper, "fused", SimpleNamespace(KernelSource=fused.KernelSource))
 
@@ -121,7 +127,7 @@ def check_families(families, batch, vocab, dtype, turns):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(12, 33), (12, 1_000), (12, 5_000), (12, 20_000), (8, 151_936), (9, 151_936), (2, 1 << 20)])
 def test_sets_equal_the_sort(shape, dtype):
-    """Of 36,180 rows in all, so more than 32,000 are compared. """
+    """Of 36,180 rows in all, so more than 32,000 are compared."""
     check_families(MADE, *shape, dtype, turns=2)
 
 

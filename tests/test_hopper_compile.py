@@ -27,7 +27,9 @@ FILTERED = {
 }
 FILTER_CONFIGS = {
     str(config): config
-    for config in itertools.starmap(filter_config, itertools.product((1_000, 32_000, 151_936, 1 << 20), (1, 9, 33, 64, 128, 256), (132,)))
+    for config in itertools.starmap(
+        filter_config, itertools.product((1_000, 32_000, 151_936, 1 << 20), (1, 9, 33, 64, 128, 256), (132,))
+    )
 }
 """All that :func:`filter_config` returns on an H200."""
 
@@ -73,8 +75,8 @@ def test_the_merge_kernel_does_not_spill(greedy, masses, tmp_path):
 @pytest.mark.parametrize("element", [1, 2, 3], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("config", FILTER_CONFIGS)
 def test_the_filters_kernel_spills_little(config, element, outputs, tmp_path):
-    """1,024 threads a multiprocessor leave each 64 registers. The search, which sweeps a row again where the first sweep did not
-    settle it, spills up to 210 bytes, mostly around its sweeps; the first sweep and the results spill at most a few."""
+    """1,024 threads a multiprocessor leave each 64 registers. The search, which sweeps a row again where the first sweep did
+    not settle it, spills up to 210 bytes, mostly around its sweeps; the first sweep and the results spill at most a few."""
     launch = {"CLUSTER": FILTER_CONFIGS[config].cluster, "THREADS": FILTER_CONFIGS[config].threads, "ELEMENT": element}
     defines = launch | FILTERED[outputs] | FILTER_CONFIGS[config].search._asdict()
     report = compile_kernel(SOURCES / "filters.cu", defines, tmp_path / "filters.cubin")

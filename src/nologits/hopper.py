@@ -8,8 +8,6 @@ address) is computed by the portable kernels of :mod:`nologits.fused`, which dra
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -23,9 +21,6 @@ from .params import RowParams
 from .selection import order_keys
 from .sources import HiddenSource, LogitsSource, Source, transform
 from .types import Candidates, Samples
-
-FILTER_KERNEL = os.environ.get("NOLOGITS_FILTER_KERNEL", "0") == "1"
-"""The filters' kernel is used. Off until its last changes have run on a GPU: they have been compiled, not run."""
 
 
 def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
@@ -52,7 +47,7 @@ def filter_logits(logits: Tensor, rows: RowParams, out: Tensor, mask_value: floa
 def select(source: HiddenSource | LogitsSource, rows: RowParams, width: int) -> Candidates:
     """The kept set of each row, sorted, in ``width`` columns: filtered by the kernel, ordered by torch."""
     made: Source = fused.KernelSource(source) if isinstance(source, HiddenSource) else source
-    return filtered.select(made, rows, width, _rank_kept if FILTER_KERNEL else filtered.count_ranked)
+    return filtered.select(made, rows, width, _rank_kept)
 
 
 def config_for(source: HiddenSource) -> HopperConfig:
@@ -84,8 +79,6 @@ def obstacle(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: 
 
 def filter_obstacle(source: HiddenSource | LogitsSource, num_samples: int) -> str:
     """Why the portable path filters these rows; empty if the Hopper kernel does."""
-    if not FILTER_KERNEL:
-        return "its last changes have not run on a GPU yet: NOLOGITS_FILTER_KERNEL=1 takes it all the same"
     if num_samples != 1:
         return "it makes one draw a row"
     if isinstance(source, LogitsSource) and source.vocab > 1 and source.logits.stride(1) != 1:

@@ -12,7 +12,19 @@ from pathlib import Path
 from unittest import mock
 
 HERE = Path(__file__).parent
-COPIED = ("filters.cu", "contract.cuh", "cluster.cuh", "chunk.cuh", "share.cuh", "row.cuh", "search.cuh", "list.cuh", "guess.cuh", "read.cuh", "results.cuh")
+COPIED = (
+    "filters.cu",
+    "contract.cuh",
+    "cluster.cuh",
+    "chunk.cuh",
+    "share.cuh",
+    "row.cuh",
+    "search.cuh",
+    "list.cuh",
+    "guess.cuh",
+    "read.cuh",
+    "results.cuh",
+)
 FLAGS = (
     "-std=c++17 -O1 -march=native -ffp-contract=fast -fno-strict-aliasing -fvisibility=hidden -fno-gnu-unique -w -fPIC -shared"
 )

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import nologits as nl
 
+from ..dispatch import hopper_obstacle
+from ..params import SamplingParams, make_rows
 from .filter_cases import FilterInputs
 from .peers import SkipError, brief, flashinfer_sampling, vllm_topk_topp
 from .suite import Call, Variant
@@ -38,6 +40,21 @@ def nologits_draw(inputs: FilterInputs, mode: str) -> Call:
     """``sample_logits`` with the filters, every row seeded."""
     params = inputs.params
     return lambda: nl.sample_logits(inputs.logits, params)
+
+
+def share_read_again(make: Callable[[], FilterInputs]) -> float | None:
+    """The share of rows that the Hopper kernel reads again to find what they keep; ``None`` where it does not run."""
+    if not torch.cuda.is_available() or hopper_obstacle(torch.device("cuda")):
+        return None
+    from ..kernels.filters_sm90 import launch_mask  # needs cuda.bindings
+
+    inputs = make()
+    logits = inputs.logits
+    params = SamplingParams(top_k=inputs.top_k, top_p=inputs.top_p, min_p=inputs.min_p)
+    rows = make_rows(params, logits.shape[0], logits.shape[1], logits.device, noise=False)
+    again = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    launch_mask(logits, rows, torch.empty_like(logits), float("-inf"), again=again)
+    return float(again.float().mean())
 
 
 def torch_sort(inputs: FilterInputs, mode: str) -> Call:

@@ -37,11 +37,12 @@ SWITCHES: dict[str, dict[str, int]] = {
     NO_DUPLICATES: {"DUPLICATES": 0},
     "untiered": {"TIERED": 0},
 }
-"""What each ablation changes of :class:`nologits.kernels.config.SearchConfig`. In order: a top-k's first guess comes from a
-histogram, not from the row's mean and deviation; the paper's pivot search on the survivors, with so many parts a round, is in
-place of our sort; all copies of the boundary value are kept; every level of the search sweeps the whole row.
+"""What each ablation changes of :class:`nologits.kernels.config.SearchConfig`. In order: nothing is put
+aside while the row is read, and the first guess is a histogram of its whole range; the paper's pivot search on the survivors,
+with so many parts a round, is in place of our sort; all copies of the boundary value are kept; every level of the search sweeps
+the whole row.
 
-Parts that rest on a switched one go with it: truncation on the list of survivors; the estimate that settles a top-p, and both
+Parts that rest on a switched one go with it: truncation on the list of survivors; the first read's verdict on a top-p, and both
 filters in one search, on the sort. Min-p alone searches nothing: its times show how far equal work spreads."""
 
 

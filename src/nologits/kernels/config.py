@@ -150,16 +150,16 @@ def hopper_config(batch: int) -> HopperConfig:
 
 
 CLUSTERS_AT_ONCE = {16: 7, 8: 15, 4: 30, 2: 66, 1: 132}
-"""How many clusters of so many large blocks an H200 runs at once (``cuOccupancyMaxActiveClusters``): a cluster stays in one of the
-chip's parts, and those have 16 or 18 multiprocessors."""
+"""How many clusters of so many large blocks an H200 runs at once (``cuOccupancyMaxActiveClusters``): a cluster stays in one of
+the chip's parts, and those have 16 or 18 multiprocessors."""
 
 FILTER_GATHERED = 8192
 """Logits that a block of the filters' kernel can put aside on chip."""
 
 
 def filter_config(vocab: int, batch: int, processors: int) -> FilterConfig:
-    """The launch of the filters' kernel: the most blocks a row with which all rows run at once, each on a multiprocessor of its own;
-    two smaller blocks on each where there are more rows than that."""
+    """The launch of the filters' kernel: the most blocks a row with which all rows run at once, a block a multiprocessor; two
+    smaller blocks on each where there are more rows than that."""
     if vocab <= FILTER_GATHERED:
         return FilterConfig(1)
     for cluster, at_once in CLUSTERS_AT_ONCE.items():

@@ -18,7 +18,7 @@ _ELEMENTS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 _POINTERS = (
     "logits", "temperature", "top_k", "top_p", "min_p", "seed", "position", "entropy",
-    "out", "tokens", "logprobs", "log_masses",
+    "out", "tokens", "logprobs", "log_masses", "again",
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{name}" for name in ("logits", "out", "temperature", "top_k", "top_p", "min_p", "seed", "position"))
 
@@ -35,12 +35,21 @@ class Params(ctypes.Structure):
     )
 
 
-def launch_mask(logits: Tensor, rows: RowParams, out: Tensor, mask_value: float, *, config: FilterConfig | None = None) -> None:
+def launch_mask(
+    logits: Tensor,
+    rows: RowParams,
+    out: Tensor,
+    mask_value: float,
+    *,
+    config: FilterConfig | None = None,
+    again: Tensor | None = None,
+) -> None:
     """Writes the kept logits to ``out`` (which may be ``logits``), ``mask_value`` elsewhere and in all of an invalid row.
 
-    ``config`` is the launch; default: :func:`filter_config`'s.
+    ``config`` is the launch; default: :func:`filter_config`'s. ``again``, ``[B]`` int32, becomes 1 for rows that had to be
+    read again to find what they keep.
     """
-    _launch(logits, rows, {"MASK": 1}, {"out": out}, mask_value, config)
+    _launch(logits, rows, {"MASK": 1}, {"out": out, "again": again}, mask_value, config)
 
 
 def launch_filtered_draw(logits: Tensor, rows: RowParams, logprobs: bool) -> Samples:
@@ -90,7 +99,8 @@ def _launch(
         **{f"stride_{name}": stride_of(given.get(name), 0) for name in (stride.removeprefix("stride_") for stride in _STRIDES)},
         **{f"{name}_wide": int(tensor.element_size() == 8) for name, tensor in tensors.items()},
         **scalars,
-        V=vocab, chunk=config.chunk(vocab), apart=_apart(logits, results.get("out")), temperature_value=temperature["temperature_value"], mask_value=mask_value,
+        V=vocab, chunk=config.chunk(vocab), apart=_apart(logits, results.get("out")),
+        temperature_value=temperature["temperature_value"], mask_value=mask_value,
     )  # fmt: skip
     with on_device(logits.device):
         filter_kernel(logits, config, outputs).launch((batch * config.cluster, 1), [params], logits.device)

@@ -30,6 +30,7 @@ struct Params {
     i64* tokens;
     float* logprobs;
     float* log_masses;
+    int* again;  // 1: the row was swept again to find its boundary
     i64 stride_logits, stride_out, stride_temperature, stride_top_k, stride_top_p, stride_min_p, stride_seed, stride_position;
     i64 top_k_value;
     double top_p_value, min_p_value;
@@ -109,8 +110,7 @@ __device__ __noinline__ bool find_nucleus(double p, Found& found) {
     }
     Range bracket = work.guess.others;
     float ignored;
-    const float share = mass * 0x1p-40f;
-    narrow<true>(bracket, {0.0f, share, static_cast<float>(p), share}, ignored);
+    narrow<true>(bracket, {static_cast<float>(p * static_cast<double>(mass + below)) * 0x1p-40f, mass * 0x1p-40f, 0.0f, 0.0f}, ignored);
     found = find_boundary<true>(false, found, 0, p, bracket);
 #else
     found = find_boundary<true>(false, found, 0, p);
@@ -198,6 +198,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             if (top_p) found = find_boundary<true>(near_only, found, 0, request.top_p);
         }
     }
+
+    if (p.again && threadIdx.x == 0 && row_rank() == 0) p.again[row] = valid && !near_only && (top_k || top_p);
 
     // Results
 #if MASK

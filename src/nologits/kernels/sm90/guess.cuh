@@ -75,35 +75,6 @@ struct Sample {
         for (int i = 0; i < 4 * SAMPLED_QUADS; ++i) mine.count += x[i] >= top;
         return reduce_block(mine).count;
     }
-
-    // About where `wanted` of the sample lie above, by a histogram between `low` and the peak.
-    __device__ __forceinline__ float top_of(u32 wanted, const Range& range) const {
-        const Bins bins(range);
-        clear_histogram();
-        if (threadIdx.x == 0) work.bin = 0;
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < 4 * SAMPLED_QUADS; ++i)
-            if (x[i] >= bins.low) atomicAdd(&work.histogram[x[i] <= bins.high ? bins.bin_of(x[i]) : BINS - 1], 1);
-        __syncthreads();
-        const int upper = BINS - 1 - 4 * threadIdx.x;
-        const uint4 mine = threadIdx.x < FOURS ? *reinterpret_cast<const uint4*>(&work.histogram[upper - 3]) : make_uint4(0, 0, 0, 0);
-        const Running running = scan_block({mine.x + mine.y + mine.z + mine.w, 0.0f});
-        const u32 after = running.through.count - (mine.x + mine.y + mine.z + mine.w);
-        if (after < wanted && wanted <= running.through.count) {
-            const u32 count[4] = {mine.w, mine.z, mine.y, mine.x};
-            u32 through = after;
-            int bin = upper;
-            for (int i = 0; i < 4; ++i) {
-                through += count[i];
-                if (through >= wanted) break;
-                --bin;
-            }
-            work.bin = bin;
-        }
-        __syncthreads();
-        return bins.low + work.bin * bins.width;
-    }
 };
 
 // Every block of a cluster makes the same guess, from the same logits.
@@ -128,11 +99,21 @@ __device__ __forceinline__ Guess guess_row(const Sample& sample, int count, i64 
         if (!m.count) return guess;
     }
 
-    // A normal row has as many above this
-    guess.top = shift + m.mean() + m.sigma() * normal_quantile(__fdividef(wanted, m.count));
-    const u32 found = sample.count_from(guess.top);
-    if (!(2.0f * found >= wanted && found <= 2.0f * wanted)) guess.top = sample.top_of(static_cast<u32>(wanted), {key_of(m.lowest), key_of(m.peak), false});
-    if (!(guess.top > m.lowest)) guess.top = infinity();
+    // A normal row has as many above this; for others the sample is asked, by halves
+    float low = m.lowest, high = m.peak, top = shift + m.mean() + m.sigma() * normal_quantile(__fdividef(wanted, m.count));
+#pragma unroll 1
+    for (int turn = 0; turn < 10; ++turn) {
+        const float found = sample.count_from(top);
+        if (2.0f * found < wanted) {
+            high = top;
+        } else if (found > 2.0f * wanted) {
+            low = top;
+        } else {
+            guess.top = top;
+            break;
+        }
+        top = 0.5f * low + 0.5f * high;
+    }
 
     if (guess.top < infinity() && request.top_p < 1.0 && !top_k && !(request.min_p > 0.0)) {
         const float low = fmaxf(m.lowest, lowest_wanted(guess.anchor, LOG2E / request.temperature, count, request.top_p));
