@@ -151,12 +151,14 @@ def test_compiled_draws_are_the_eager_ones():
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(x, keys, temperature):
         params = nl.SamplingParams(temperature=temperature, seed=keys, top_k=20, top_p=0.9)
-        return head.sample(x * 2, params, logprobs=True), nl.sample_logits(x @ weight.T, seed=keys).tokens
+        return head.sample(x * 2, params, logprobs=True, top_logprobs=3), nl.sample_logits(x @ weight.T, seed=keys).tokens
 
     drawn, from_logits = step(hidden, seed, torch.ones(4))
-    eager = head.sample(hidden * 2, nl.SamplingParams(temperature=torch.ones(4), seed=seed, top_k=20, top_p=0.9), logprobs=True)
+    params = nl.SamplingParams(temperature=torch.ones(4), seed=seed, top_k=20, top_p=0.9)
+    eager = head.sample(hidden * 2, params, logprobs=True, top_logprobs=3)
     assert torch.equal(drawn.tokens, eager.tokens)
     assert torch.equal(drawn.logprobs, eager.logprobs)
+    assert torch.equal(drawn.top.ids, eager.top.ids)
     assert torch.equal(from_logits, nl.sample_logits(hidden @ weight.T, seed=seed).tokens)
     assert len({tuple(step(hidden, torch.full((4,), -1), torch.full((4,), 5.0))[0].tokens.tolist()) for _ in range(5)}) > 1
 
@@ -174,13 +176,13 @@ def peak_of(call):
     return peak
 
 
-@pytest.mark.parametrize("logprobs", [False, True])
-def test_streaming_keeps_its_scratch_bounded(logprobs):
+@pytest.mark.parametrize(("logprobs", "top"), [(False, 0), (True, 0), (True, 20)])
+def test_streaming_keeps_its_scratch_bounded(logprobs, top):
     """Far under B x V, and not growing with it; the reference, which makes the logits, is the control."""
     hidden, weight = torch.randn(64, 8), torch.randn(100_000, 8)
     logits = 64 * 100_000 * 4
-    peak = peak_of(lambda: nl.sample(hidden, weight, seed=1, logprobs=logprobs, impl="torch"))
-    half = peak_of(lambda: nl.sample(hidden, weight[:50_000], seed=1, logprobs=logprobs, impl="torch"))
+    asked = {"seed": 1, "logprobs": logprobs, "top_logprobs": top, "impl": "torch"}
+    peak, half = (peak_of(lambda weight=part: nl.sample(hidden, weight, **asked)) for part in (weight, weight[:50_000]))
     assert 0 < peak < 0.5 * logits
     assert peak < 1.1 * half
     assert peak_of(lambda: nl.sample(hidden[:8], weight[:10_000], seed=1, impl="reference")) > 8 * 10_000 * 4

@@ -4,7 +4,7 @@ from ._version import __version__
 from .api import filter_logits, sample, sample_logits, select
 from .head import LMHead
 from .params import SamplingParams
-from .types import Candidates, KeptRows, Samples
+from .types import Candidates, KeptRows, Samples, TopTokens
 
 __all__ = [
     "Candidates",
@@ -12,6 +12,7 @@ __all__ = [
     "LMHead",
     "Samples",
     "SamplingParams",
+    "TopTokens",
     "__version__",
     "filter_logits",
     "sample",

@@ -10,9 +10,10 @@ from torch import Tensor
 from . import ops
 from .dispatch import resolve
 from .head import HeadSpec, LMHead, check_hidden, check_matrix, make_spec
-from .params import LogitBias, SamplingParams, check_device, check_num_samples, make_rows
+from .params import LogitBias, RowParams, SamplingParams, check_device, check_num_samples, make_rows
 from .selection import MAX_VOCAB
 from .sources import HiddenSource, LogitsSource
+from .tops import MAX_TOP
 from .types import Candidates, Impl, LogprobsMode, Samples
 
 
@@ -34,6 +35,7 @@ def sample(
     allowed_tokens: Tensor | None = None,
     num_samples: int = 1,
     logprobs: LogprobsMode = False,
+    top_logprobs: int = 0,
     impl: Impl = "auto",
     check: bool = False,
 ) -> Samples:
@@ -49,6 +51,8 @@ def sample(
             :class:`nologits.SamplingParams`; scalars or ``[B]`` tensors.
         num_samples: independent draws a row; other than 1 gives results ``[B, S]``.
         logprobs: ``False``, ``"processed"`` (``logprobs`` and ``log_mass``), ``"raw"`` (``raw_logprobs``) or ``True`` (all).
+        top_logprobs: how many of a row's most likely tokens come with ``logprobs``, at most 128: ``top`` of the distribution
+            that is sampled, ``raw_top`` of the head's own. They take another pass over the head.
         impl: ``"auto"``, or a name, which runs or raises.
         check: raise if a row is invalid instead of returning token -1; synchronises with the host.
 
@@ -60,7 +64,9 @@ def sample(
     """
     head = make_spec(weight, bias, scale, softcap, vocab_size)
     params = SamplingParams(temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens)
-    return sample_head(hidden, head, params, num_samples=num_samples, logprobs=logprobs, impl=impl, check=check)
+    return sample_head(
+        hidden, head, params, num_samples=num_samples, logprobs=logprobs, top_logprobs=top_logprobs, impl=impl, check=check
+    )
 
 
 def sample_head(
@@ -70,20 +76,23 @@ def sample_head(
     *,
     num_samples: int,
     logprobs: LogprobsMode,
+    top_logprobs: int,
     impl: Impl,
     check: bool,
 ) -> Samples:
     """The draw behind :func:`sample` and :meth:`nologits.LMHead.sample`."""
     check_hidden(hidden, head)
     check_num_samples(num_samples)
-    processed, raw = _logprobs(logprobs)
+    processed, raw = _logprobs(logprobs, top_logprobs)
     _check_params(params)
     name = resolve(impl, hidden.device)
     rows = make_rows(params, hidden.shape[0], head.vocab_size, hidden.device)
     if hidden.shape[0] == 0 or num_samples == 0:
-        return _finish(_empty(hidden, num_samples, processed, raw), num_samples, check)
-    drawn = ops.run_hidden(hidden.detach(), head, rows, num_samples, processed, raw, name)
-    return _finish(drawn, num_samples, check)
+        drawn = _empty(hidden, num_samples, processed, raw)
+    else:
+        drawn = ops.run_hidden(hidden.detach(), head, rows, num_samples, processed, raw, name)
+    source = ops.make_source(hidden.detach(), head, name)
+    return _with_top(_finish(drawn, num_samples, check), source, rows, top_logprobs, processed, raw, name)
 
 
 def sample_logits(
@@ -100,6 +109,7 @@ def sample_logits(
     allowed_tokens: Tensor | None = None,
     num_samples: int = 1,
     logprobs: LogprobsMode = False,
+    top_logprobs: int = 0,
     impl: Impl = "auto",
     check: bool = False,
 ) -> Samples:
@@ -108,8 +118,8 @@ def sample_logits(
     Args:
         logits: ``[B, V]`` fp32, fp16 or bf16, any strides; read as they are, not written to.
         params: all parameters in one record, instead of the keywords.
-        temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens, num_samples, logprobs, impl, check: as
-            for :func:`sample`.
+        temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens, num_samples, logprobs, top_logprobs,
+            impl, check: as for :func:`sample`.
 
     Returns:
         :class:`nologits.Samples`.
@@ -119,16 +129,18 @@ def sample_logits(
     """
     _check_logits(logits)
     check_num_samples(num_samples)
-    processed, raw = _logprobs(logprobs)
+    processed, raw = _logprobs(logprobs, top_logprobs)
     if params is None:
         params = SamplingParams(temperature, top_k, top_p, min_p, seed, position, logit_bias, allowed_tokens)
     _check_params(params)
     name = resolve(impl, logits.device)
     rows = make_rows(params, logits.shape[0], logits.shape[1], logits.device)
     if logits.shape[0] == 0 or num_samples == 0:
-        return _finish(_empty(logits, num_samples, processed, raw), num_samples, check)
-    drawn = ops.run_logits(logits.detach(), rows, num_samples, processed, raw, name)
-    return _finish(drawn, num_samples, check)
+        drawn = _empty(logits, num_samples, processed, raw)
+    else:
+        drawn = ops.run_logits(logits.detach(), rows, num_samples, processed, raw, name)
+    source = LogitsSource(logits.detach())
+    return _with_top(_finish(drawn, num_samples, check), source, rows, top_logprobs, processed, raw, name)
 
 
 def filter_logits(
@@ -227,12 +239,30 @@ def _check_logits(logits: object) -> None:
         raise ValueError(f"logits must have at most {MAX_VOCAB} columns, got {logits.shape[1]}")
 
 
-def _logprobs(mode: object) -> tuple[bool, bool]:
-    """Which log-probabilities a mode asks for: (processed, raw)."""
+def _logprobs(mode: object, top: object) -> tuple[bool, bool]:
+    """Which log-probabilities a mode asks for: (processed, raw). ``top`` tokens need one."""
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP:
+        raise ValueError(f"top_logprobs must be an integer in [0, {MAX_TOP}], got {top!r}")
+    if top and mode is False:
+        raise ValueError(f'logprobs must be "processed", "raw" or True with top_logprobs={top}, got False')
     wanted = {False: (False, False), True: (True, True), "processed": (True, False), "raw": (False, True)}
     if not isinstance(mode, (bool, str)) or mode not in wanted:
         raise ValueError(f'logprobs must be False, "processed", "raw" or True, got {mode!r}')
     return wanted[mode]
+
+
+def _with_top(
+    drawn: Samples, source: HiddenSource | LogitsSource, rows: RowParams, count: int, processed: bool, raw: bool, impl: str
+) -> Samples:
+    """The draws with the most likely tokens of each row. A row that is invalid under its parameters has none of the head's own
+    either."""
+    if not count:
+        return drawn
+    top = ops.run_top(source, rows, count, impl) if processed else None
+    raw_top = ops.run_top(source, rows.bare()._replace(temperature=1.0), count, impl) if raw else None
+    if raw_top is not None and drawn.tokens.numel():
+        raw_top = raw_top.invalidate(drawn.tokens.reshape(len(drawn.tokens), -1)[:, 0] < 0)
+    return drawn._replace(top=top, raw_top=raw_top)
 
 
 def _empty(like: Tensor, num_samples: int, processed: bool, raw: bool) -> Samples:
@@ -255,5 +285,5 @@ def _finish(samples: Samples, num_samples: int, check: bool) -> Samples:
             )
     if num_samples != 1:
         return samples
-    squeeze = [None if part is None or part.dim() == 1 else part.squeeze(1) for part in samples]
+    squeeze = [None if part is None else part.squeeze(1) for part in (samples.tokens, samples.logprobs, samples.raw_logprobs)]
     return Samples(squeeze[0], squeeze[1], squeeze[2], samples.log_mass)  # type: ignore[arg-type]

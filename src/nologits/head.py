@@ -62,6 +62,7 @@ class LMHead:
         *,
         num_samples: int = 1,
         logprobs: LogprobsMode = False,
+        top_logprobs: int = 0,
         impl: Impl = "auto",
         check: bool = False,
     ) -> Samples:
@@ -69,8 +70,9 @@ class LMHead:
         from . import api
 
         return api.sample_head(
-            hidden, self.spec, params or SamplingParams(), num_samples=num_samples, logprobs=logprobs, impl=impl, check=check
-        )
+            hidden, self.spec, params or SamplingParams(),
+            num_samples=num_samples, logprobs=logprobs, top_logprobs=top_logprobs, impl=impl, check=check,
+        )  # fmt: skip
 
     def select(self, hidden: Tensor, **parameters: Any) -> Candidates:
         """The kept set of each row; see :func:`nologits.select`."""

@@ -18,7 +18,7 @@ from .kernels.categorical_sm90 import launch_draw
 from .kernels.config import HopperConfig, hopper_config
 from .kernels.filters_sm90 import launch_filtered_draw, launch_mask
 from .params import RowParams
-from .selection import order_keys
+from .selection import order_words, token_of
 from .sources import HiddenSource, LogitsSource, Source, transform
 from .types import Candidates, Samples
 
@@ -110,10 +110,7 @@ def _rank_kept(logits: Tensor, rows: RowParams, width: int) -> tuple[Tensor, Ten
     count = (kept > float("-inf")).sum(-1)
     if width == vocab:
         return kept.sort(dim=-1, descending=True, stable=True).indices, count
-    # topk promises nothing about ties: the id, reversed, goes below the logit's key.
-    reverse = torch.arange(vocab - 1, -1, -1, device=logits.device)
-    words = (order_keys(kept).long() << 32) + reverse
-    return vocab - 1 - (words.topk(width, dim=-1).values & 0xFFFFFFFF), count
+    return token_of(order_words(kept.float(), 0).topk(width, dim=-1).values), count  # topk promises nothing about ties
 
 
 def _raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -16,17 +16,18 @@ from . import filtered
 from .head import HeadSpec
 from .params import RowParams
 from .sources import HiddenSource, LogitsSource, Source
-from .types import Candidates, Samples
+from .tops import top_tokens
+from .types import Candidates, Samples, TopTokens
 
-_ROWS = (
-    "Tensor? temperature, float temperature_value, Tensor? top_k, int top_k_value, Tensor? top_p, float top_p_value, "
-    "Tensor? min_p, float min_p_value, Tensor? seed, Tensor? position, Tensor? entropy, Tensor? logit_bias, "
-    "Tensor? bias_ids, Tensor? bias_values, Tensor? allowed, int num_samples, bool processed, bool raw, str impl"
-)
 _FILTERS = (
     "Tensor? temperature, float temperature_value, Tensor? top_k, int top_k_value, Tensor? top_p, float top_p_value, "
     "Tensor? min_p, float min_p_value"
 )
+_REQUEST = (
+    f"{_FILTERS}, Tensor? seed, Tensor? position, Tensor? entropy, Tensor? logit_bias, Tensor? bias_ids, Tensor? bias_values, "
+    "Tensor? allowed"
+)
+_ROWS = f"{_REQUEST}, int num_samples, bool processed, bool raw, str impl"
 _RESULTS = "(Tensor tokens, Tensor logprobs, Tensor raw_logprobs, Tensor log_mass)"
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, float scale, float? softcap, int vocab_size"
 
@@ -34,6 +35,8 @@ _library = torch.library.Library("nologits", "DEF")
 _library.define(f"sample_hidden({_HEAD}, {_ROWS}) -> {_RESULTS}", tags=torch.Tag.nondeterministic_seeded)
 _library.define(f"sample_logits(Tensor logits, {_ROWS}) -> {_RESULTS}", tags=torch.Tag.nondeterministic_seeded)
 
+_library.define(f"top_hidden({_HEAD}, {_REQUEST}, int count, str impl) -> (Tensor ids, Tensor logprobs)")
+_library.define(f"top_logits(Tensor logits, {_REQUEST}, int count, str impl) -> (Tensor ids, Tensor logprobs)")
 _library.define(f"filter_logits(Tensor logits, {_FILTERS}, Tensor(a!) out, float mask_value, str impl) -> ()")
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -87,6 +90,16 @@ def run_logits(logits: Tensor, rows: RowParams, num_samples: int, processed: boo
     return implementation(impl)(LogitsSource(logits), rows, num_samples, processed, raw)
 
 
+def run_top(source: HiddenSource | LogitsSource, rows: RowParams, count: int, impl: str) -> TopTokens:
+    """The most likely tokens of each row, by the operator where a graph is being traced."""
+    if not torch.compiler.is_compiling():
+        return top_tokens(row_source(source, impl), rows, count)
+    flat = _flatten(rows._replace(seed=None, position=None, entropy=None))
+    if isinstance(source, HiddenSource):
+        return TopTokens(*torch.ops.nologits.top_hidden(source.hidden, *source.head, *flat, count, impl))
+    return TopTokens(*torch.ops.nologits.top_logits(source.logits, *flat, count, impl))
+
+
 def run_filter(logits: Tensor, rows: RowParams, out: Tensor, mask_value: float, impl: str) -> None:
     """The kept logits, by the operator where a graph is being traced."""
     if torch.compiler.is_compiling():
@@ -127,6 +140,24 @@ def _sample_logits(logits: Tensor, *rest: object) -> Results:
     return _as_results(run_logits(logits, _unflatten(flat), num_samples, processed, raw, impl))  # type: ignore[arg-type]
 
 
+def _top_hidden(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, vocab_size: int, *rest: object
+) -> tuple[Tensor, Tensor]:
+    *flat, count, impl = rest
+    source = make_source(hidden, HeadSpec(weight, bias, scale, softcap, vocab_size), impl)  # type: ignore[arg-type]
+    return tuple(run_top(source, _unflatten(flat), count, impl))  # type: ignore[arg-type, return-value]
+
+
+def _top_logits(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    *flat, count, impl = rest
+    return tuple(run_top(LogitsSource(logits), _unflatten(flat), count, impl))  # type: ignore[arg-type, return-value]
+
+
+def _fake_top(rows: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    shape = (rows.shape[0], rest[-2])
+    return rows.new_empty(shape, dtype=torch.int64), rows.new_empty(shape, dtype=torch.float32)  # type: ignore[arg-type]
+
+
 def _fake_hidden(hidden: Tensor, *rest: object) -> Results:
     return _fake(hidden, *rest[-4:-1])  # type: ignore[arg-type]
 
@@ -148,6 +179,8 @@ def _fake(rows: Tensor, num_samples: int, processed: bool, raw: bool) -> Results
 for _name, _function, _shape in (
     ("sample_hidden", _sample_hidden, _fake_hidden),
     ("sample_logits", _sample_logits, _fake_logits),
+    ("top_hidden", _top_hidden, _fake_top),
+    ("top_logits", _top_logits, _fake_top),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nologits::{_name}", _shape, lib=_library)
@@ -175,7 +208,7 @@ def _unflatten(flat: list[object]) -> RowParams:
 
 def _as_results(samples: Samples) -> Results:
     # A fresh empty tensor each: an operator's results may not alias one another.
-    parts = (samples.tokens.new_empty(0, dtype=torch.float32) if part is None else part for part in samples[1:])
+    parts = (samples.tokens.new_empty(0, dtype=torch.float32) if part is None else part for part in samples[1:4])
     return (samples.tokens, *parts)  # type: ignore[return-value]
 
 

@@ -23,6 +23,8 @@ MASS_BITS = 40
 
 MAX_VOCAB = 1 << 22
 
+_REVERSED = 0xFFFFFFFF
+
 
 def fixed_mass(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """Mass of every token relative to the row's largest, exact in its last unit.
@@ -46,6 +48,26 @@ def order_keys(logits: Tensor) -> Tensor:
     """int32 keys with the order of the fp32 ``logits`` (-0.0 equal to 0.0)."""
     bits = (logits + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def order_words(logits: Tensor, first_id: int) -> Tensor:
+    """int64 words with the contract's order of tokens, the largest first: the logit's key above the id, reversed.
+
+    ``logits`` is fp32 ``[B, W]`` of the ids from ``first_id`` on.
+    """
+    ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+    return (order_keys(logits).long() << 32) + (_REVERSED - ids)
+
+
+def token_of(words: Tensor) -> Tensor:
+    """The ids of :func:`order_words`."""
+    return _REVERSED - (words & _REVERSED)
+
+
+def value_of(words: Tensor) -> Tensor:
+    """The fp32 logits of :func:`order_words`."""
+    keys = (words >> 32).to(torch.int32)
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def count_sorted(logits: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:

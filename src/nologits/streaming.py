@@ -40,7 +40,7 @@ def _stream(source: Source, rows: RowParams, num_samples: int, processed: bool, 
     picked, picked_raw = best.clone(), best.clone()
     mass = RunningMass(batch, device, rows.temperature32, processed)
     raw_mass = RunningMass(batch, device, 1.0, raw)
-    for start, stop in _chunks(source):
+    for start, stop in vocabulary_chunks(source):
         head_logits = source.chunk(start, stop)
         logits = transform(head_logits, rows, start, stop)
         mass.update(logits)
@@ -94,7 +94,7 @@ class RunningMass:
         return torch.where((peak == float("inf")) | self.greedy, peak, total).squeeze(1).float()
 
 
-def _chunks(source: Source) -> Iterator[tuple[int, int]]:
+def vocabulary_chunks(source: Source) -> Iterator[tuple[int, int]]:
     """Vocabulary ranges, multiples of the noise's blocks of 128 ids, sized by the memory a chunk takes."""
     width = _CHUNK_ELEMENTS // max(source.batch, 1)
     if isinstance(source, HiddenSource) and source.hidden.dtype != torch.float32:

@@ -26,12 +26,17 @@ class Samples(NamedTuple):
             logits (temperature 1, no logit bias, mask or filter). ``None`` unless ``logprobs`` is ``"raw"`` or ``True``.
         log_mass: fp32 ``[B]``: logsumexp of the tempered logits before any filter, the group log-mass of FlashSampling
             (section on grouped sampling). For a greedy row its limit, the largest logit. Comes with ``logprobs``.
+        top: the ``top_logprobs`` most likely tokens of the distribution that was sampled. ``None`` unless they were asked
+            for, and ``logprobs`` is ``"processed"`` or ``True``.
+        raw_top: the same of softmax of the head's own logits. ``None`` unless ``logprobs`` is ``"raw"`` or ``True``.
     """
 
     tokens: Tensor
     logprobs: Tensor | None = None
     raw_logprobs: Tensor | None = None
     log_mass: Tensor | None = None
+    top: TopTokens | None = None
+    raw_top: TopTokens | None = None
 
     def invalidate(self, rows: Tensor) -> Samples:
         """The same draws (``[B, S]``) with the marked rows (bool ``[B]``) invalid: token -1, NaN elsewhere."""
@@ -42,6 +47,24 @@ class Samples(NamedTuple):
             None if self.raw_logprobs is None else self.raw_logprobs.masked_fill(column, nan),
             None if self.log_mass is None else self.log_mass.masked_fill(rows, nan),
         )
+
+
+class TopTokens(NamedTuple):
+    """The most likely tokens of every row, in the order of the contract: logit descending, id ascending.
+
+    Attributes:
+        ids: int64 ``[B, N]``; ``-1`` beyond what the row keeps, and in an invalid row.
+        logprobs: fp32 ``[B, N]``; ``-inf`` beyond what the row keeps, NaN in an invalid row. A greedy row's first token has 0,
+            the others ``-inf``.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+
+    def invalidate(self, rows: Tensor) -> TopTokens:
+        """The same with the marked rows (bool ``[B]``) invalid."""
+        column = rows[:, None]
+        return TopTokens(self.ids.masked_fill(column, -1), self.logprobs.masked_fill(column, float("nan")))
 
 
 class Candidates(NamedTuple):

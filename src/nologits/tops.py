@@ -1,0 +1,65 @@
+"""The most likely tokens of every row, beside a draw: ids and log-probabilities in the contract's order.
+
+Rows without filters are streamed over the vocabulary: a row's state is its best ``count`` tokens and its mass. A filter's
+boundary depends on the whole row, and kernels make whole rows; those are taken a block of rows at a time, as in
+:mod:`nologits.filtered`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import filtered
+from .distribution import invalid_rows, log_softmax_at
+from .params import RowParams
+from .selection import keep_mask, order_words, token_of, value_of
+from .sources import HiddenSource, LogitsSource, Source, transform
+from .streaming import RunningMass, vocabulary_chunks
+from .types import TopTokens
+
+MAX_TOP = 128
+"""Tokens a row."""
+
+
+def top_tokens(source: Source, rows: RowParams, count: int) -> TopTokens:
+    """The first ``count`` tokens of each row's kept set, ``[B, count]``; -1 and -inf beyond it, -1 and NaN in invalid rows."""
+    if isinstance(source, (HiddenSource, LogitsSource)) and not rows.filtered:
+        return _streamed(source, rows, count)
+    ids = torch.empty(source.batch, count, dtype=torch.int64, device=source.device)
+    logprobs = torch.empty(source.batch, count, device=source.device)
+    for start, stop in filtered.row_blocks(source.batch, source.vocab, filtered.scratch(rows)):
+        some = rows.block(start, stop)
+        logits = transform(source.rows(start, stop).chunk(0, source.vocab), some, 0, source.vocab)
+        kept = logits.masked_fill(~keep_mask(logits, some), float("-inf"))
+        words = order_words(kept, 0).topk(min(count, source.vocab), dim=-1).values
+        found = log_softmax_at(kept, token_of(words), some.temperature32)
+        ids[start:stop], logprobs[start:stop] = _finish(words, found, invalid_rows(logits, some), some, count)
+    return TopTokens(ids, logprobs)
+
+
+def _streamed(source: Source, rows: RowParams, count: int) -> TopTokens:
+    batch, device = source.batch, source.device
+    mass = RunningMass(batch, device, rows.temperature32, True)
+    words = torch.empty(batch, 0, dtype=torch.int64, device=device)
+    for start, stop in vocabulary_chunks(source):
+        logits = transform(source.chunk(start, stop), rows, start, stop)
+        mass.update(logits)
+        best = torch.cat((words, order_words(logits, start)), dim=1)
+        words = best.topk(min(count, best.shape[1]), dim=-1).values
+    invalid = ~(mass.peak > float("-inf")) | rows.impossible(batch, device)
+    return _finish(words, mass.logprob(value_of(words)), invalid, rows, count)
+
+
+def _finish(words: Tensor, logprobs: Tensor, invalid: Tensor, rows: RowParams, count: int) -> TopTokens:
+    """``count`` columns of the tokens behind sorted words. At T = 0 the first has all the probability."""
+    batch, missing = words.shape[0], count - words.shape[1]
+    first = torch.arange(words.shape[1], device=words.device) == 0
+    greedy = torch.as_tensor(rows.temperature32, device=words.device).reshape(-1, 1) == 0
+    logprobs = logprobs.masked_fill(greedy & ~first, float("-inf"))
+    outside = ~(value_of(words) > float("-inf"))
+    ids = token_of(words).masked_fill(outside, -1)
+    logprobs = logprobs.masked_fill(outside, float("-inf"))
+    ids = torch.cat((ids, ids.new_full((batch, missing), -1)), dim=1)
+    logprobs = torch.cat((logprobs, logprobs.new_full((batch, missing), float("-inf"))), dim=1)
+    return TopTokens(ids, logprobs).invalidate(invalid)
