@@ -74,6 +74,7 @@ def kernel(monkeypatch):
     fake.launch_mask = launch_mask
     monkeypatch.setitem(sys.modules, LAUNCHER, fake)
     monkeypatch.setattr(qrita, "hopper_obstacle", lambda device: "")
+    monkeypatch.setattr(qrita, "multiprocessors", lambda device: 132)
     return fake
 
 

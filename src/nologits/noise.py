@@ -118,6 +118,15 @@ def token_words(seed: Tensor, position: Tensor, start: int, stop: int, sample: i
     return torch.stack([low, high], dim=2).reshape(-1, blocks * block)[:, start - first * block : stop - first * block]
 
 
+def gumbel_at(seed: Tensor, position: Tensor, ids: Tensor, sample: int = 0) -> Tensor:
+    """Standard Gumbel noise of any tokens, fp32 ``[B, W]`` for ``ids`` int64 ``[B, W]``; the rest as in :func:`token_words`."""
+    seed, position = seed[:, None], position[:, None]
+    counter = (ids & ~GROUP_BITS, position & _MASK32, (position >> 32) & _MASK32, torch.full_like(position, sample))
+    words = torch.stack(philox4x32(counter, (seed & _MASK32, (seed >> 32) & _MASK32)), dim=-1)
+    word = ((ids >> WORD_BIT_LOW) & 1) + 2 * ((ids >> WORD_BIT_HIGH) & 1)
+    return gumbel_from_bits(words.gather(-1, word[..., None]).squeeze(-1))
+
+
 def gumbel_noise(seed: Tensor, position: Tensor, start: int, stop: int, sample: int = 0) -> Tensor:
     """Standard Gumbel noise, fp32 ``[B, stop - start]``; arguments as in :func:`token_words`."""
     return gumbel_from_bits(token_words(seed, position, start, stop, sample))

@@ -28,6 +28,10 @@ _CHUNK_WEIGHTS = 1 << 22
 
 def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
     """Draws ``[B, S]`` tokens; arguments and results as :func:`nologits.reference.sample`."""
+    if rows.filtered and source.device.type == "cpu":
+        from .candidates import sample as draw_candidates  # which streams with what is below
+
+        return draw_candidates(source, rows, num_samples, processed, raw, draw_kept)
     if rows.filtered:
         return filtered.sample(source, rows, num_samples, processed, raw, draw_kept)
     return _stream(source, rows, num_samples, processed, raw)

@@ -44,12 +44,12 @@ def nologits_draw(inputs: FilterInputs, mode: str) -> Call:
 
 def share_read_again(make: Callable[[], FilterInputs]) -> float | None:
     """The share of rows that the Hopper kernel reads again to find what they keep; ``None`` where it does not run."""
-    if not torch.cuda.is_available() or hopper_obstacle(torch.device("cuda")):
+    inputs = make()
+    logits = inputs.logits
+    if hopper_obstacle(logits.device):
         return None
     from ..kernels.filters_sm90 import launch_mask  # needs cuda.bindings
 
-    inputs = make()
-    logits = inputs.logits
     params = SamplingParams(top_k=inputs.top_k, top_p=inputs.top_p, min_p=inputs.min_p)
     rows = make_rows(params, logits.shape[0], logits.shape[1], logits.device, noise=False)
     again = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
