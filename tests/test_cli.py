@@ -113,6 +113,17 @@ class TestGenerate:
         assert all(0 >= float(processed) >= float(raw) for _, processed, raw in lines)
         assert float(total[1]) == pytest.approx(sum(float(processed) for _, processed, _ in lines), abs=1e-3)
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="about the CPU's path")
+    def test_says_of_how_many_draws_the_logits_were_made(
+        self, nologits: Any, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from nologits import candidates
+
+        options = ("generate", model, "-p", "w1", "--seed", "3", "--max-tokens", "4", "--top-p", "0.9")
+        assert "no row of logits was made" in nologits(*options).err
+        monkeypatch.setattr(candidates, "WIDTH", 2)  # a nucleus of the random model has more than two tokens
+        assert "4 draws needed a whole row of logits, for their filters" in nologits(*options).err
+
     def test_says_why_the_stock_loop_ran(self, nologits: Any, model: str) -> None:
         options = ("-p", "w1", "--max-tokens", "4", "--top-p", "0.8", "--min-p", "0.1")
         result = nologits("generate", model, *options)

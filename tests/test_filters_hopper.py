@@ -39,7 +39,7 @@ def only_hopper(monkeypatch):
     """Leaves the Hopper implementation nothing of the portable paths to run instead of its kernel."""
     from nologits import fused, hopper
 
-    monkeypatch.setattr(hopper, "filtered", SimpleNamespace(row_blocks=filtered.row_blocks))
+    monkeypatch.setattr(hopper, "filtered", SimpleNamespace(row_blocks=filtered.row_blocks, Count=filtered.Count))
     monkeypatch.setattr(hopper, "fused", SimpleNamespace(KernelSource=fused.KernelSource))
 
 

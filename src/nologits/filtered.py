@@ -15,7 +15,7 @@ from torch import Tensor
 from .distribution import invalid_rows, log_softmax_at, log_total
 from .params import RowParams
 from .selection import count_sorted, keep_mask, needs_mass
-from .sources import Source, transform
+from .sources import LogitsSource, Source, transform
 from .types import Candidates, Samples
 
 SCRATCH_BYTES = 64 << 20
@@ -23,6 +23,13 @@ SCRATCH_BYTES = 64 << 20
 
 _BYTES_BY_RANK, _BYTES_BY_MASS = 24, 56
 """Temporaries per logit, measured: keys, masks and sums; with masses also fp64 and int64 copies."""
+
+
+class Count:
+    """Rows of a head whose logits were made for a filtered draw, by eager calls of this process so far."""
+
+    rows = 0
+
 
 DrawKept = Callable[[Tensor, RowParams, int], Tensor]
 Rank = Callable[[Tensor, RowParams, int], tuple[Tensor, Tensor]]
@@ -53,6 +60,8 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     logprobs, raw_logprobs = (torch.empty(batch, num_samples, device=device) if wanted else None for wanted in (processed, raw))
     log_mass = torch.empty(batch, device=device) if processed else None
     rows = rows.with_keys(batch, device)
+    if not isinstance(source, LogitsSource):
+        Count.rows += batch
     invalid = torch.empty(batch, dtype=torch.bool, device=device)
     for start, stop in row_blocks(batch, vocab, scratch(rows)):
         some = rows.block(start, stop)

@@ -92,6 +92,7 @@ def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, proce
         drawn = launch_filtered_draw(source.logits, rows, processed)
         return drawn._replace(raw_logprobs=_raw_logprobs(source.logits, drawn.tokens)) if raw else drawn
     made: Source = fused.KernelSource(source) if isinstance(source, HiddenSource) else source
+    filtered.Count.rows += source.batch if isinstance(source, HiddenSource) else 0
     rows = rows.with_keys(source.batch, source.device)
     parts = []
     for start, stop in filtered.row_blocks(source.batch, source.vocab, 8):

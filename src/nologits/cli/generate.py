@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from .. import filtered
 from ..params import SamplingParams
 from .console import UserError, megabytes, notes, one_line, output, resolve_device, resolve_impl
 
@@ -54,6 +55,7 @@ class Generation(NamedTuple):
     logprobs: Tensor | None = None  # [B, L]
     raw_logprobs: Tensor | None = None
     reason: str = ""  # why transformers' own loop ran instead of nologits' draw
+    whole_rows: int = 0  # draws for which a row's logits were made
 
 
 def run_generate(options: GenerateOptions) -> None:
@@ -177,6 +179,7 @@ def _generate(
     logging.getLogger("nologits").setLevel(logging.ERROR)
     if options.logprobs:
         settings |= {"return_dict_in_generate": True, "logprobs": True}
+    before = filtered.Count.rows
     generation = _timed(
         lambda: model.generate(
             **inputs, **settings, custom_generate=integration.generate, seed=seed, impl=options.impl, streamer=streamer
@@ -184,7 +187,7 @@ def _generate(
         inputs,
     )
     report = integration.last_report(model)
-    return generation._replace(reason=report.reason if report is not None else "")
+    return generation._replace(reason=report.reason if report is not None else "", whole_rows=filtered.Count.rows - before)
 
 
 def _stock(model: Any, tokenizer: Any, inputs: dict[str, Tensor], options: GenerateOptions, max_tokens: int) -> Generation:
@@ -416,16 +419,13 @@ def _show_summary(model: Any, options: GenerateOptions, ours: Generation, scratc
     memory = "not measured" if scratch is None else megabytes(scratch)
     console.print(f"[dim]{count} tokens, {count / ours.seconds:.1f} tokens/s, {note}[/dim]")
     console.print(
-        f"[dim]one draw, temporary memory at its peak: {memory}{_how(options)}; "
+        f"[dim]{_how(ours.whole_rows)}; one draw, temporary memory at its peak: {memory}; "
         f"the logits \\[{options.batch}, {vocab}] in fp32 would be {megabytes(4 * options.batch * vocab)}[/dim]"
     )
 
 
-def _how(options: GenerateOptions) -> str:
-    """What the memory of a draw is made of, where more than the bare logits would take needs explaining."""
-    from ..filtered import SCRATCH_BYTES
-
-    params = (options.top_k or 0) > 0, options.top_p is not None and options.top_p < 1, bool(options.min_p)
-    if options.temperature > 0 and any(params):
-        return f" (filters work on blocks of whole rows, up to {SCRATCH_BYTES >> 20} MiB)"
-    return " (the vocabulary in chunks)"
+def _how(whole_rows: int) -> str:
+    """Of how many draws the logits were made. Rows that have ended are drawn on until the last has."""
+    if not whole_rows:
+        return "no row of logits was made"
+    return f"{whole_rows} draws needed a whole row of logits, for their filters"
