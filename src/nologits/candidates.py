@@ -27,7 +27,7 @@ WIDTH, MAX_WIDTH = 256, 1024
 """Candidates of a row: at least this many, and as many as the largest top-k asks for, within bounds."""
 
 
-class Candidates(NamedTuple):
+class Best(NamedTuple):
     """What one pass over the vocabulary leaves of each row.
 
     Attributes:
@@ -60,7 +60,7 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     return drawn
 
 
-def collect(source: Source, rows: RowParams, width: int, masses: bool, raw: bool) -> Candidates:
+def collect(source: Source, rows: RowParams, width: int, masses: bool, raw: bool) -> Best:
     """The pass over the vocabulary; ``masses`` and ``raw`` say which sums are wanted."""
     batch, device = source.batch, source.device
     mass = RunningMass(batch, device, rows.temperature32, masses)
@@ -75,10 +75,10 @@ def collect(source: Source, rows: RowParams, width: int, masses: bool, raw: bool
         both = torch.cat((words, order_words(logits, start)), dim=1)
         words, index = both.topk(min(width, both.shape[1]), dim=-1)
         raw_logits = torch.cat((raw_logits, head_logits), dim=1).gather(1, index)
-    return Candidates(words, raw_logits, mass, raw_mass)
+    return Best(words, raw_logits, mass, raw_mass)
 
 
-def count_kept(best: Candidates, rows: RowParams, vocab: int) -> tuple[Tensor, Tensor]:
+def count_kept(best: Best, rows: RowParams, vocab: int) -> tuple[Tensor, Tensor]:
     """How many of each row's candidates are kept, int64 ``[B]``, and whether it is certain that they are all that is kept."""
     logits = value_of(best.words)
     width = logits.shape[1]
@@ -105,7 +105,7 @@ def count_kept(best: Candidates, rows: RowParams, vocab: int) -> tuple[Tensor, T
     return torch.where(greedy, 1, torch.where(top_p < 1.0, reached, count)), certain | greedy
 
 
-def _draw(best: Candidates, counts: Tensor, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
+def _draw(best: Best, counts: Tensor, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
     """Draws from the first ``counts`` candidates of each row."""
     ids, logits = token_of(best.words), value_of(best.words)
     inside = torch.arange(logits.shape[1], device=logits.device) < counts[:, None]

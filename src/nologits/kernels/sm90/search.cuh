@@ -1,10 +1,11 @@
-// The boundary of a kept set, exactly: Qrita's pivot search (arXiv 2602.01518) by a cluster of blocks that holds the row.
+// The boundary of a kept set, exactly: Qrita's pivot search (arXiv 2602.01518) by a cluster of blocks, among what they have put aside
+// (`near`) or in the whole row.
 //
 // Tokens are ordered by (logit descending, id ascending); a filter keeps the shortest prefix whose measure reaches a target. The
 // measure is a count (top-k) or a mass in whole units (top-p), so that it has no order of summation.
 //
-//     guess a bracket of logits that holds the boundary      sigma-truncation, or a histogram of the range
-//     probe it: measure above and inside, inside on a list   one sweep over the row, exact
+//     guess a bracket of logits that holds the boundary      a histogram of the range
+//     probe it: measure above and inside, inside on a list   one sweep, exact
 //     boundary inside, and the list is short                 sort the list (list.cuh)
 //     otherwise                                              smaller range, new guess
 //
