@@ -38,7 +38,7 @@ def request_of(names, draw, rows):
 def certified(logits, request):
     """The rows that have a certificate, how many tokens it says each keeps, and how many the sort keeps."""
     rows = make_rows(nl.SamplingParams(**request), *logits.shape, logits.device, noise=False)
-    width = min(logits.shape[1], candidates._width(rows))
+    width = min(logits.shape[1], candidates.width_for(rows))
     best = candidates.collect(LogitsSource(logits), rows, width, True, False)
     counts, certain = candidates.count_kept(best, rows, logits.shape[1])
     return certain, counts, count_sorted(logits, rows)[1]

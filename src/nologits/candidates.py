@@ -48,11 +48,11 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     The host reads which rows have a certificate: not for GPUs.
     """
     rows = rows.with_keys(source.batch, source.device)
-    best = collect(source, rows, min(source.vocab, _width(rows)), processed or needs_mass(rows), raw)
+    best = collect(source, rows, min(source.vocab, width_for(rows)), processed or needs_mass(rows), raw)
     counts, certain = count_kept(best, rows, source.vocab)
     invalid = ~(best.mass.peak > float("-inf")) | rows.impossible(source.batch, source.device)
     drawn = _draw(best, counts, rows, num_samples, processed, raw).invalidate(invalid)
-    for start, stop in _runs(~(certain | invalid)):
+    for start, stop in runs(~(certain | invalid)):
         some = filtered.sample(source.rows(start, stop), rows.block(start, stop), num_samples, processed, raw, whole)
         for target, made in zip(drawn[:4], some[:4], strict=True):
             if isinstance(target, Tensor) and isinstance(made, Tensor):
@@ -125,12 +125,13 @@ def _draw(best: Best, counts: Tensor, rows: RowParams, num_samples: int, process
     )
 
 
-def _width(rows: RowParams) -> int:
+def width_for(rows: RowParams) -> int:
+    """How many candidates a row of this request has."""
     largest = int(rows.top_k.max()) if isinstance(rows.top_k, Tensor) else rows.top_k
     return min(max(WIDTH, largest), MAX_WIDTH)
 
 
-def _runs(marked: Tensor) -> list[tuple[int, int]]:
+def runs(marked: Tensor) -> list[tuple[int, int]]:
     """Ranges of neighbouring rows that are marked."""
     flags = [0, *marked.int().tolist(), 0]
     edges = [index for index in range(len(flags) - 1) if flags[index] != flags[index + 1]]

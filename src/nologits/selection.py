@@ -24,6 +24,8 @@ MASS_BITS = 40
 MAX_VOCAB = 1 << 22
 
 _REVERSED = 0xFFFFFFFF
+NO_WORD = -(2**63)
+"""Below every word of :func:`order_words`; its logit is not a number."""
 
 
 def fixed_mass(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:

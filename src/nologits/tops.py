@@ -1,8 +1,8 @@
 """The most likely tokens of every row, beside a draw: ids and log-probabilities in the contract's order.
 
-Rows without filters are streamed over the vocabulary: a row's state is its best ``count`` tokens and its mass. A filter's
-boundary depends on the whole row, and kernels make whole rows; those are taken a block of rows at a time, as in
-:mod:`nologits.filtered`.
+Rows without filters are streamed over the vocabulary: a row's state is its best ``count`` tokens and its mass. On a CPU, what
+filters keep is settled among a row's best tokens (:mod:`nologits.candidates`). Elsewhere, and for rows that are not settled,
+whole rows are made, a block of them at a time, as in :mod:`nologits.filtered`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import filtered
+from . import candidates, filtered
 from .distribution import invalid_rows, log_softmax_at
 from .params import RowParams
-from .selection import keep_mask, order_words, token_of, value_of
+from .selection import NO_WORD, keep_mask, needs_mass, order_words, token_of, value_of
 from .sources import HiddenSource, LogitsSource, Source, transform
 from .streaming import RunningMass, vocabulary_chunks
 from .types import TopTokens
@@ -24,8 +24,15 @@ MAX_TOP = 128
 
 def top_tokens(source: Source, rows: RowParams, count: int) -> TopTokens:
     """The first ``count`` tokens of each row's kept set, ``[B, count]``; -1 and -inf beyond it, -1 and NaN in invalid rows."""
-    if isinstance(source, (HiddenSource, LogitsSource)) and not rows.filtered:
+    chunked = isinstance(source, (HiddenSource, LogitsSource))
+    if chunked and not rows.filtered:
         return _streamed(source, rows, count)
+    if chunked and source.device.type == "cpu":
+        return _settled(source, rows, count)
+    return _of_whole_rows(source, rows, count)
+
+
+def _of_whole_rows(source: Source, rows: RowParams, count: int) -> TopTokens:
     ids = torch.empty(source.batch, count, dtype=torch.int64, device=source.device)
     logprobs = torch.empty(source.batch, count, device=source.device)
     for start, stop in filtered.row_blocks(source.batch, source.vocab, filtered.scratch(rows)):
@@ -36,6 +43,24 @@ def top_tokens(source: Source, rows: RowParams, count: int) -> TopTokens:
         found = log_softmax_at(kept, token_of(words), some.temperature32)
         ids[start:stop], logprobs[start:stop] = _finish(words, found, invalid_rows(logits, some), some, count)
     return TopTokens(ids, logprobs)
+
+
+def _settled(source: Source, rows: RowParams, count: int) -> TopTokens:
+    batch, device = source.batch, source.device
+    best = candidates.collect(source, rows, min(source.vocab, max(count, candidates.width_for(rows))), needs_mass(rows), False)
+    counts, certain = candidates.count_kept(best, rows, source.vocab)
+    inside = torch.arange(best.words.shape[1], device=device) < counts[:, None]
+    kept = value_of(best.words).masked_fill(~inside, float("-inf"))
+    first = torch.arange(min(count, kept.shape[1]), device=device).expand(batch, -1)
+    logprobs = log_softmax_at(kept, first, rows.temperature32).masked_fill(~inside[:, : first.shape[1]], float("-inf"))
+    words = best.words[:, : first.shape[1]].masked_fill(~inside[:, : first.shape[1]], NO_WORD)
+    invalid = ~(best.mass.peak > float("-inf")) | rows.impossible(batch, device)
+    top = _finish(words, logprobs, invalid, rows, count)
+    greedy = torch.as_tensor(rows.temperature32, device=device) == 0  # settled, but for their list
+    for start, stop in candidates.runs(~invalid & (~certain | greedy)):
+        some = _of_whole_rows(source.rows(start, stop), rows.block(start, stop), count)
+        top.ids[start:stop], top.logprobs[start:stop] = some
+    return top
 
 
 def _streamed(source: Source, rows: RowParams, count: int) -> TopTokens:
