@@ -91,8 +91,10 @@ def sample_head(
         drawn = _empty(hidden, num_samples, processed, raw)
     else:
         drawn = ops.run_hidden(hidden.detach(), head, rows, num_samples, processed, raw, name)
-    source = ops.make_source(hidden.detach(), head, name)
-    return _with_top(_finish(drawn, num_samples, check), source, rows, top_logprobs, processed, raw, name)
+    drawn = _finish(drawn, num_samples, check)
+    if not top_logprobs:
+        return drawn
+    return _with_top(drawn, ops.make_source(hidden.detach(), head, name), rows, top_logprobs, processed, raw, name)
 
 
 def sample_logits(
@@ -139,8 +141,10 @@ def sample_logits(
         drawn = _empty(logits, num_samples, processed, raw)
     else:
         drawn = ops.run_logits(logits.detach(), rows, num_samples, processed, raw, name)
-    source = LogitsSource(logits.detach())
-    return _with_top(_finish(drawn, num_samples, check), source, rows, top_logprobs, processed, raw, name)
+    drawn = _finish(drawn, num_samples, check)
+    if not top_logprobs:
+        return drawn
+    return _with_top(drawn, LogitsSource(logits.detach()), rows, top_logprobs, processed, raw, name)
 
 
 def filter_logits(
@@ -256,8 +260,6 @@ def _with_top(
 ) -> Samples:
     """The draws with the most likely tokens of each row. A row that is invalid under its parameters has none of the head's own
     either."""
-    if not count:
-        return drawn
     top = ops.run_top(source, rows, count, impl) if processed else None
     raw_top = ops.run_top(source, rows.bare()._replace(temperature=1.0), count, impl) if raw else None
     if raw_top is not None and drawn.tokens.numel():
