@@ -159,6 +159,25 @@ def test_a_list_of_the_wrong_rows_is_seen():
             check_top(top, *expected(logits, 20, **other))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.9}], ids=str)
+def test_nothing_synchronises_on_a_gpu(impl, device, filters):
+    if impl == "reference":
+        pytest.skip("the specification may")
+    logits, seed = logits_of(device=device), torch.arange(BATCH, device=device)
+
+    def call():
+        return nl.sample_logits(logits, seed=seed, logprobs=True, top_logprobs=5, impl=impl, **filters)
+
+    want = call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got.top.ids, want.top.ids)
+
+
 @pytest.mark.parametrize("bad", [-1, 129, 2.0, True, "5", None])
 def test_a_bad_number_is_named(bad):
     with pytest.raises(ValueError, match=r"^top_logprobs must be an integer in \[0, 128\], got "):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import candidates, filtered
-from .distribution import invalid_rows, log_softmax_at
+from .distribution import divisor_of, invalid_rows, log_softmax_at
 from .params import RowParams
 from .selection import NO_WORD, keep_mask, needs_mass, order_words, token_of, value_of
 from .sources import HiddenSource, LogitsSource, Source, transform
@@ -80,8 +80,8 @@ def _finish(words: Tensor, logprobs: Tensor, invalid: Tensor, rows: RowParams, c
     """``count`` columns of the tokens behind sorted words. At T = 0 the first has all the probability."""
     batch, missing = words.shape[0], count - words.shape[1]
     first = torch.arange(words.shape[1], device=words.device) == 0
-    greedy = torch.as_tensor(rows.temperature32, device=words.device).reshape(-1, 1) == 0
-    logprobs = logprobs.masked_fill(greedy & ~first, float("-inf"))
+    _, greedy = divisor_of(rows.temperature32)
+    logprobs = logprobs.masked_fill(~first & greedy, float("-inf"))
     outside = ~(value_of(words) > float("-inf"))
     ids = token_of(words).masked_fill(outside, -1)
     logprobs = logprobs.masked_fill(outside, float("-inf"))
