@@ -32,14 +32,13 @@ class Best(NamedTuple):
 
     Attributes:
         words: int64 ``[B, W]``, the best tokens in order (:func:`nologits.selection.order_words`).
-        raw: fp32 ``[B, W]``, the head's own logits of them.
-        mass, raw_mass: of the transformed logits at the row's temperature; of the head's own at 1.
+        mass: of the transformed logits at the row's temperature.
+        head: fp32 ``[B, W]``, the head's own logits of those tokens, and their mass at 1; or ``None``.
     """
 
     words: Tensor
-    raw: Tensor
     mass: RunningMass
-    raw_mass: RunningMass
+    head: tuple[Tensor, RunningMass] | None
 
 
 def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, raw: bool, whole: filtered.DrawKept) -> Samples:
@@ -50,8 +49,8 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     rows = rows.with_keys(source.batch, source.device)
     best = collect(source, rows, min(source.vocab, width_for(rows)), processed or needs_mass(rows), raw)
     counts, certain = count_kept(best, rows, source.vocab)
-    invalid = ~(best.mass.peak > float("-inf")) | rows.impossible(source.batch, source.device)
-    drawn = _draw(best, counts, rows, num_samples, processed, raw).invalidate(invalid)
+    invalid = best.mass.invalid(rows)
+    drawn = _draw(best, counts, rows, num_samples, processed).invalidate(invalid)
     for start, stop in runs(~(certain | invalid)):
         some = filtered.sample(source.rows(start, stop), rows.block(start, stop), num_samples, processed, raw, whole)
         for target, made in zip(drawn[:4], some[:4], strict=True):
@@ -61,21 +60,21 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
 
 
 def collect(source: Source, rows: RowParams, width: int, masses: bool, raw: bool) -> Best:
-    """The pass over the vocabulary; ``masses`` and ``raw`` say which sums are wanted."""
+    """The pass over the vocabulary; ``masses`` says whether masses are wanted, ``raw`` whether the head's own logits are."""
     batch, device = source.batch, source.device
-    mass = RunningMass(batch, device, rows.temperature32, masses)
-    raw_mass = RunningMass(batch, device, 1.0, raw)
+    mass, raw_mass = RunningMass(batch, device, rows.temperature32, masses), RunningMass(batch, device, 1.0, raw)
     words = torch.empty(batch, 0, dtype=torch.int64, device=device)
     raw_logits = torch.empty(batch, 0, device=device)
     for start, stop in vocabulary_chunks(source):
         head_logits = source.chunk(start, stop)
         logits = transform(head_logits, rows, start, stop)
         mass.update(logits)
-        raw_mass.update(head_logits)
         both = torch.cat((words, order_words(logits, start)), dim=1)
         words, index = both.topk(min(width, both.shape[1]), dim=-1)
-        raw_logits = torch.cat((raw_logits, head_logits), dim=1).gather(1, index)
-    return Best(words, raw_logits, mass, raw_mass)
+        if raw:
+            raw_mass.update(head_logits)
+            raw_logits = torch.cat((raw_logits, head_logits), dim=1).gather(1, index)
+    return Best(words, mass, (raw_logits, raw_mass) if raw else None)
 
 
 def count_kept(best: Best, rows: RowParams, vocab: int) -> tuple[Tensor, Tensor]:
@@ -105,7 +104,7 @@ def count_kept(best: Best, rows: RowParams, vocab: int) -> tuple[Tensor, Tensor]
     return torch.where(greedy, 1, torch.where(top_p < 1.0, reached, count)), certain | greedy
 
 
-def _draw(best: Best, counts: Tensor, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
+def _draw(best: Best, counts: Tensor, rows: RowParams, num_samples: int, processed: bool) -> Samples:
     """Draws from the first ``counts`` candidates of each row."""
     ids, logits = token_of(best.words), value_of(best.words)
     inside = torch.arange(logits.shape[1], device=logits.device) < counts[:, None]
@@ -120,7 +119,7 @@ def _draw(best: Best, counts: Tensor, rows: RowParams, num_samples: int, process
     return Samples(
         ids.gather(1, place),
         log_softmax_at(kept, place, rows.temperature32) if processed else None,
-        best.raw_mass.logprob(best.raw.gather(1, place)) if raw else None,
+        best.head[1].logprob(best.head[0].gather(1, place)) if best.head else None,
         best.mass.log_total() if processed else None,
     )
 

@@ -64,7 +64,7 @@ def _stream(source: Source, rows: RowParams, num_samples: int, processed: bool, 
         raw_mass.logprob(picked_raw) if raw else None,
         mass.log_total() if processed else None,
     )
-    return drawn.invalidate(~(mass.peak > float("-inf")) | rows.impossible(batch, device))
+    return drawn.invalidate(mass.invalid(rows))
 
 
 class RunningMass:
@@ -85,6 +85,10 @@ class RunningMass:
             shares = ((logits.double() - reference) / self.divisor).exp()
             self.total = torch.where(self.total > 0, self.total * moved.exp().squeeze(1), 0.0) + shares.sum(-1)
         self.peak = peak
+
+    def invalid(self, rows: RowParams) -> Tensor:
+        """bool ``[B]``: rows with a NaN, with no logit above -inf, or with an impossible parameter."""
+        return ~(self.peak > float("-inf")) | rows.impossible(len(self.peak), self.peak.device)
 
     def logprob(self, picked: Tensor) -> Tensor:
         """Log-probabilities of tokens with logits ``picked [B, S]``, fp32; 0 for certain ones (T = 0, infinite)."""

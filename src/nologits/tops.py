@@ -54,7 +54,7 @@ def _settled(source: Source, rows: RowParams, count: int) -> TopTokens:
     first = torch.arange(min(count, kept.shape[1]), device=device).expand(batch, -1)
     logprobs = log_softmax_at(kept, first, rows.temperature32).masked_fill(~inside[:, : first.shape[1]], float("-inf"))
     words = best.words[:, : first.shape[1]].masked_fill(~inside[:, : first.shape[1]], NO_WORD)
-    invalid = ~(best.mass.peak > float("-inf")) | rows.impossible(batch, device)
+    invalid = best.mass.invalid(rows)
     top = _finish(words, logprobs, invalid, rows, count)
     greedy = torch.as_tensor(rows.temperature32, device=device) == 0  # settled, but for their list
     for start, stop in candidates.runs(~invalid & (~certain | greedy)):
@@ -72,8 +72,7 @@ def _streamed(source: Source, rows: RowParams, count: int) -> TopTokens:
         mass.update(logits)
         best = torch.cat((words, order_words(logits, start)), dim=1)
         words = best.topk(min(count, best.shape[1]), dim=-1).values
-    invalid = ~(mass.peak > float("-inf")) | rows.impossible(batch, device)
-    return _finish(words, mass.logprob(value_of(words)), invalid, rows, count)
+    return _finish(words, mass.logprob(value_of(words)), mass.invalid(rows), rows, count)
 
 
 def _finish(words: Tensor, logprobs: Tensor, invalid: Tensor, rows: RowParams, count: int) -> TopTokens:

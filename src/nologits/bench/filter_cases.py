@@ -12,6 +12,7 @@ from torch import Tensor
 
 import nologits as nl
 
+from ..params import RowParams, make_rows
 from ..testing.families import FAMILIES, make_logits
 
 
@@ -59,6 +60,12 @@ class FilterInputs(NamedTuple):
     def params(self) -> nl.SamplingParams:
         """The filters and the noise of every row."""
         return nl.SamplingParams(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed, position=self.position)
+
+    @property
+    def rows(self) -> RowParams:
+        """The filters of every row, as the kernels take them."""
+        params = nl.SamplingParams(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        return make_rows(params, self.logits.shape[0], self.logits.shape[1], self.logits.device, noise=False)
 
 
 def make_family(name: str, batch: int, device: str = "cuda") -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 import nologits as nl
 
 from ..dispatch import hopper_obstacle
-from ..params import SamplingParams, make_rows
 from .filter_cases import FilterInputs
 from .peers import SkipError, brief, flashinfer_sampling, vllm_topk_topp
 from .suite import Call, Variant
@@ -50,10 +49,8 @@ def share_read_again(make: Callable[[], FilterInputs]) -> float | None:
         return None
     from ..kernels.filters_sm90 import launch_mask  # needs cuda.bindings
 
-    params = SamplingParams(top_k=inputs.top_k, top_p=inputs.top_p, min_p=inputs.min_p)
-    rows = make_rows(params, logits.shape[0], logits.shape[1], logits.device, noise=False)
     again = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    launch_mask(logits, rows, torch.empty_like(logits), float("-inf"), again=again)
+    launch_mask(logits, inputs.rows, torch.empty_like(logits), float("-inf"), again=again)
     return float(again.float().mean())
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..dispatch import hopper_obstacle
 from ..kernels.config import filter_config, multiprocessors
-from ..params import SamplingParams, make_rows
 from . import filters
 from .filter_cases import FilterInputs
 from .filter_providers import FLOOR, FilterProvider, amax
@@ -58,8 +57,7 @@ def masked(switches: Mapping[str, int], inputs: FilterInputs, mode: str) -> Call
     from ..kernels.filters_sm90 import launch_mask  # needs cuda.bindings
 
     batch, vocab = logits.shape
-    params = SamplingParams(top_k=inputs.top_k, top_p=inputs.top_p, min_p=inputs.min_p)
-    rows = make_rows(params, batch, vocab, logits.device, noise=False)
+    rows = inputs.rows
     config = filter_config(vocab, batch, multiprocessors(logits.device))
     config = replace(config, search=config.search._replace(**switches))
 

@@ -136,4 +136,3 @@ __device__ __forceinline__ void sweep(bool near, Step step) {
     }
 }
 __device__ __forceinline__ int id_at(bool near, int at) { return near ? id_of_entry(aside[at]) : work.chunk.id(at); }
-__device__ __forceinline__ int terms(bool near) { return near ? gathered() / THREADS + 4 : work.chunk.terms(); }  // elements of a thread, at most
