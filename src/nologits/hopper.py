@@ -1,9 +1,10 @@
 """The Hopper implementation: CUDA C++ kernels around wgmma and the bulk copy engine, where those can describe the operands.
 
-A draw goes to the Hopper kernels if :func:`obstacle` names nothing. With filters it goes to the kernel that filters rows of
-logits (:func:`filter_obstacle`); a head's logits are made for it, as many rows at a time as :mod:`nologits.filtered` makes. The
-rest of the contract (several draws a row, unfiltered draws from given logits, fp32 heads, operands that bulk copies cannot
-address) is computed by the portable kernels of :mod:`nologits.fused`, which draw the same tokens from the same noise.
+A draw goes to the fused kernels if :func:`obstacle` names nothing. Otherwise a draw with filters goes to the kernel that
+filters rows of logits (:func:`filter_obstacle`); a head's logits are made for it, for as many rows at a time as
+:mod:`nologits.filtered` makes them. The rest of the contract (several draws a row, unfiltered draws from given logits, fp32
+heads, operands that bulk copies cannot address) is computed by the portable kernels of :mod:`nologits.fused`, which draw the
+same tokens from the same noise.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from .selection import order_words, token_of
 from .sources import HiddenSource, LogitsSource, Source, transform
 from .types import Candidates, Samples
 
+FILTERED_ROWS = 512
+"""Rows of one filtered draw from hidden states. Beyond, the matmul's time is its arithmetic, and more rows at once would only
+leave fewer blocks a row to tell where its largest logits begin."""
+
 
 def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
     """Draws ``[B, S]`` tokens; arguments and results as :func:`nologits.reference.sample`."""
+    if not obstacle(source, rows, num_samples, raw):
+        assert isinstance(source, HiddenSource)
+        return _sample_fused(source, rows, processed, raw)
     if rows.filtered and not filter_obstacle(source, num_samples):
         return _sample_filtered(source, rows, processed, raw)
-    if obstacle(source, rows, num_samples, raw):
-        return fused.sample(source, rows, num_samples, processed, raw)
-    assert isinstance(source, HiddenSource)
-    if not tma_fits(source.hidden):
-        source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
-    return fused.refuse_impossible(launch_draw(source, rows, processed, raw, config_for(source)), rows)
+    return fused.sample(source, rows, num_samples, processed, raw)
 
 
 def filter_logits(logits: Tensor, rows: RowParams, out: Tensor, mask_value: float) -> None:
@@ -68,8 +71,6 @@ def obstacle(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: 
     parts = (source.head.bias, rows.logit_bias, rows.bias_ids, rows.bias_values, rows.allowed)
     if any(part is not None and part.shape[-1] > 1 and part.stride(-1) != 1 for part in parts):
         return "the kernels read biases and masks whose rows are dense"
-    if rows.filtered:
-        return "filters need whole rows"
     if num_samples != 1:
         return "it makes one draw a row"
     if raw and (rows.logit_bias is not None or rows.bias_ids is not None):
@@ -86,6 +87,26 @@ def filter_obstacle(source: HiddenSource | LogitsSource, num_samples: int) -> st
     return ""
 
 
+def _sample_fused(source: HiddenSource, rows: RowParams, processed: bool, raw: bool) -> Samples:
+    """One draw a row under the matmul."""
+    if not tma_fits(source.hidden):
+        source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
+    if not rows.filtered:
+        return fused.refuse_impossible(launch_draw(source, rows, processed, raw, config_for(source)), rows)
+    if source.batch <= FILTERED_ROWS:
+        return launch_draw(source, rows, processed, raw, config_for(source))
+    rows = rows.with_keys(source.batch, source.device)
+    parts = []
+    for start in range(0, source.batch, FILTERED_ROWS):
+        some = source.rows(start, min(source.batch, start + FILTERED_ROWS))
+        parts.append(launch_draw(some, rows.block(start, start + some.batch), processed, raw, config_for(some)))
+    return _joined(parts)
+
+
+def _joined(parts: list[Samples]) -> Samples:
+    return Samples(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+
 def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, processed: bool, raw: bool) -> Samples:
     """One draw a row, from logits that are there or are made for a block of rows at a time."""
     if isinstance(source, LogitsSource) and rows.plain_logits:
@@ -100,7 +121,7 @@ def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, proce
         head_logits = made.rows(start, stop).chunk(0, source.vocab)
         drawn = launch_filtered_draw(transform(head_logits, some, 0, source.vocab), some, processed)
         parts.append(drawn._replace(raw_logprobs=_raw_logprobs(head_logits, drawn.tokens)) if raw else drawn)
-    return Samples(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))  # type: ignore[arg-type]
+    return _joined(parts)
 
 
 def _rank_kept(logits: Tensor, rows: RowParams, width: int) -> tuple[Tensor, Tensor]:

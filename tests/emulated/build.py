@@ -15,6 +15,8 @@ HERE = Path(__file__).parent
 COPIED = (
     "filters.cu",
     "contract.cuh",
+    "order.cuh",
+    "request.cuh",
     "cluster.cuh",
     "chunk.cuh",
     "share.cuh",

@@ -1,8 +1,13 @@
-"""Launches the Hopper kernels of the draw (``sm90/categorical.cu``, ``sm90/merge.cu``); what they compute is written there."""
+"""Launches the Hopper kernels of the draw; what they compute is written in their sources.
+
+Without filters those are ``sm90/categorical.cu`` and ``sm90/merge.cu``. With filters the first gathers candidates,
+``sm90/choose.cu`` finds among them what is kept, and ``sm90/finish.cu`` returns at once unless rows are left open.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,7 +17,7 @@ from ..sources import HiddenSource
 from ..types import Samples
 from .arguments import on_device, stride_of, temperature_arguments
 from .config import HopperConfig, multiprocessors
-from .nvrtc import Kernel, load, tensor_map
+from .nvrtc import Defines, Kernel, load, tensor_map
 
 TILE_D = 64
 """Depth of one piece of operands: 128 bytes, the width of the copy engine's swizzle."""
@@ -31,6 +36,30 @@ _STRIDES = (
 )  # fmt: skip
 _SIZES = ("B", "V", "D", "tiles", "mass_tiles", "slots", "box_rows", "num_biased")
 _SCALARS = ("temperature_value", "scale", "softcap")
+_FILTER_POINTERS = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "entries",
+    "gathered",
+    "peaks",
+    "pilot",
+    "arrivals",
+    "open",
+    "progress",
+    "open_rows",
+)
+_FILTER_INTEGERS = ("stride_top_k", "stride_top_p", "stride_min_p", "top_k_value")
+
+CAPACITY = 3072
+"""Candidates of a row that there is room for."""
+
+_OPEN_WORDS = 6
+_SORTED_BYTES = 8 * 4096
+_CHOOSE_THREADS = 512
+_FINISH_CONFIG = HopperConfig(turns=True, rows=64, stages=4, pair=2, cluster=1)
+_FINISH_BYTES = 4 * (128 + 64) * 128 + (112 << 10)
+_PIECES = 2
 
 
 class Params(ctypes.Structure):
@@ -41,6 +70,10 @@ class Params(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in _STRIDES]
         + [(name, ctypes.c_int32) for name in _SIZES]
         + [(name, ctypes.c_float) for name in _SCALARS]
+        + [(name, ctypes.c_void_p) for name in _FILTER_POINTERS]
+        + [(name, ctypes.c_int64) for name in _FILTER_INTEGERS]
+        + [(name, ctypes.c_double) for name in ("top_p_value", "min_p_value")]
+        + [(name, ctypes.c_int32) for name in ("top_k_wide", "top_p_wide", "min_p_wide")]
     )
 
 
@@ -62,17 +95,26 @@ def grid(config: HopperConfig, batch: int, vocab: int, masses: bool, processors:
 
 def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig) -> Kernel:
     """The tile kernel for these features, compiled on first use."""
-    head = source.head
     defines = (
-        ("OPERAND", '"bf16"' if source.hidden.dtype == torch.bfloat16 else '"f16"'),
         ("TURNS", int(config.turns)), ("ROWS", config.rows), ("STAGES", config.stages), ("PAIR", config.pair),
-        ("CLUSTER", config.cluster),
-        ("GREEDY", int(rows.greedy)), ("MASS", int(mass)), ("RAW", int(raw)),
-        ("BIAS", _float_type(head.bias)), ("HEAD_SCALE", int(head.scale != 1.0)), ("SOFTCAP", int(head.softcap is not None)),
-        ("LOGIT_BIAS", _float_type(rows.logit_bias)),
-        ("SPARSE_BIAS", int(rows.num_biased > 0)), ("ALLOWED", int(rows.allowed is not None)),
+        ("CLUSTER", config.cluster), ("GREEDY", int(rows.greedy)),
+        ("FILTER", int(rows.filtered)), ("REST", int(isinstance(rows.top_p, Tensor) or rows.top_p < 1.0)),
+        *_head_features(source, rows, mass, raw),
     )  # fmt: skip
     return load("categorical", "categorical_tiles", _TILE_THREADS, shared_bytes(config), defines, _index(source.device))
+
+
+def finish_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool) -> Kernel:
+    """The kernel that settles open rows."""
+    defines = (("REST", 0), *_head_features(source, rows, mass, raw))
+    return load("finish", "finish_rows", _TILE_THREADS, _FINISH_BYTES, defines, _index(source.device))
+
+
+def choose_kernel(device: torch.device, mass: bool, raw: bool) -> Kernel:
+    """The kernel that draws from candidates."""
+    return load(
+        "choose", "choose_tokens", _CHOOSE_THREADS, _SORTED_BYTES, (("MASS", int(mass)), ("RAW", int(raw))), _index(device)
+    )
 
 
 def merge_kernel(device: torch.device, greedy: bool, mass: bool, raw: bool) -> Kernel:
@@ -81,11 +123,18 @@ def merge_kernel(device: torch.device, greedy: bool, mass: bool, raw: bool) -> K
     return load("merge", "categorical_merge", _MERGE_THREADS, 0, defines, _index(device))
 
 
+@lru_cache(maxsize=16)
+def open_rows(device: torch.device) -> Tensor:
+    """int64 ``[1]``: rows of all calls so far whose candidates did not settle what they keep (``sm90/finish.cu`` did)."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
 def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig) -> Samples:
     """One draw a row; ``[B, 1]`` results. Operands must fit the copy engine (:func:`nologits.hopper.obstacle`)."""
     hidden, head, device = source.hidden, source.head, source.device
     batch, depth, vocab = *hidden.shape, head.vocab_size
-    row_blocks, slots = grid(config, batch, vocab, mass or raw, multiprocessors(device))
+    processors = multiprocessors(device)
+    row_blocks, slots = grid(config, batch, vocab, mass or raw, processors)
     mass_tiles = -(-vocab // _MASS_IDS)
     box_rows = min(config.rows, -(-batch // 8) * 8)
 
@@ -107,8 +156,12 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         "winners": winners, "masses": masses, "raw_masses": raw_masses,
         "tokens": out.tokens, "logprobs": out.logprobs, "raw_logprobs": out.raw_logprobs, "log_masses": out.log_mass,
     }  # fmt: skip
+    numbers: dict[str, int | float] = {}
+    if rows.filtered:
+        scratch, numbers = _filter_arguments(rows, batch, row_blocks, slots, device)
+        tensors |= scratch
     params = Params(
-        **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
+        **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}, **numbers,
         stride_logit_bias=stride_of(rows.logit_bias, 0), stride_bias_ids=stride_of(rows.bias_ids, 0),
         stride_bias_values=stride_of(rows.bias_values, 0), stride_allowed=stride_of(rows.allowed, 0),
         stride_temperature=temperature["stride_temperature"], stride_seed=stride_of(rows.seed, 0),
@@ -120,8 +173,44 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     with on_device(device):
         maps = [tensor_map(head.weight, config.tile // config.cluster, TILE_D), tensor_map(hidden, box_rows, TILE_D)]
         tile_kernel(source, rows, mass, raw, config).launch((row_blocks, slots), [*maps, params], device)
-        merge_kernel(device, rows.greedy, mass, raw).launch((batch, 1), [params], device, dependent=True)
+        if not rows.filtered:
+            merge_kernel(device, rows.greedy, mass, raw).launch((batch, 1), [params], device, dependent=True)
+            return out
+        choose_kernel(device, mass, raw).launch((batch, 1), [params], device, dependent=True)
+        finish = Params.from_buffer_copy(params)
+        finish.tiles, finish.box_rows = -(-vocab // _FINISH_CONFIG.tile), min(_FINISH_CONFIG.rows, box_rows)
+        maps = [tensor_map(head.weight, _FINISH_CONFIG.tile, TILE_D), tensor_map(hidden, finish.box_rows, TILE_D)]
+        finish_kernel(source, rows, mass, raw).launch((1, processors), [*maps, finish], device, together=True)
     return out
+
+
+def _filter_arguments(
+    rows: RowParams, batch: int, row_blocks: int, slots: int, device: torch.device
+) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
+    """What the kernels are asked, and what they tell each other."""
+    asked = {name: getattr(rows, name) for name in ("top_k", "top_p", "min_p")}
+    tensors = {name: value for name, value in asked.items() if isinstance(value, Tensor)}
+    sizes = {"gathered": batch, "peaks": batch, "progress": 2, "arrivals": 8 * row_blocks, "pilot": batch * slots * _PIECES}
+    zeros = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device).split(list(sizes.values()))
+    numbers: dict[str, int | float] = {f"{name}_value": value for name, value in asked.items() if not isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        numbers |= {f"stride_{name}": tensor.stride(0), f"{name}_wide": int(tensor.element_size() == 8)}
+    scratch = {
+        "entries": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device),
+        "open": torch.empty(batch, _OPEN_WORDS, dtype=torch.int64, device=device),
+        "open_rows": open_rows(device),
+    }
+    return {**tensors, **scratch, **dict(zip(sizes, zeros, strict=True))}, numbers
+
+
+def _head_features(source: HiddenSource, rows: RowParams, mass: bool, raw: bool) -> Defines:
+    head = source.head
+    return (
+        ("OPERAND", '"bf16"' if source.hidden.dtype == torch.bfloat16 else '"f16"'), ("MASS", int(mass)), ("RAW", int(raw)),
+        ("BIAS", _float_type(head.bias)), ("HEAD_SCALE", int(head.scale != 1.0)), ("SOFTCAP", int(head.softcap is not None)),
+        ("LOGIT_BIAS", _float_type(rows.logit_bias)),
+        ("SPARSE_BIAS", int(rows.num_biased > 0)), ("ALLOWED", int(rows.allowed is not None)),
+    )  # fmt: skip
 
 
 def _float_type(tensor: Tensor | None) -> int:

@@ -34,7 +34,14 @@ class Kernel:
     shared_bytes: int
     spilled_bytes: int
 
-    def launch(self, grid: tuple[int, int], arguments: Sequence[Any], device: torch.device, dependent: bool = False) -> None:
+    def launch(
+        self,
+        grid: tuple[int, int],
+        arguments: Sequence[Any],
+        device: torch.device,
+        dependent: bool = False,
+        together: bool = False,
+    ) -> None:
         """Launches on torch's current stream of ``device``.
 
         Args:
@@ -42,6 +49,7 @@ class Kernel:
             arguments: ctypes objects and tensor maps, one a kernel parameter.
             device: where; its context must be current.
             dependent: may start before the kernel launched before it has ended (it waits on the device).
+            together: all blocks run at once, or the launch fails: they may wait for one another.
         """
         pointers = (ctypes.c_void_p * len(arguments))(*(_address(argument) for argument in arguments))
         config = driver.CUlaunchConfig()
@@ -49,11 +57,19 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes = self.shared_bytes
         config.hStream = torch.cuda.current_stream(device).cuda_stream
+        attributes = []
         if dependent:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        if together:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+            attributes.append(attribute)
+        if attributes:
+            config.attrs, config.numAttrs = attributes, len(attributes)
         check(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
 
 

@@ -21,81 +21,39 @@
 // log-probabilities the mass of every 256 ids relative to a reference, summed in an order that nothing else changes.
 #include "draw.cuh"
 #include "mass.cuh"
-
-// A position in the ring of stages, and the parity of the barriers' phase there.
-struct Ring {
-    int stage = 0;
-    u32 parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-    __device__ __forceinline__ void skip(int count) {
-        stage += count;
-        parity ^= (stage / STAGES) & 1;
-        stage %= STAGES;
-    }
-};
-
-// The q-th tile of this block.
-__device__ __forceinline__ int tile_at(int q) {
-    return NEIGHBOURS ? 2 * (blockIdx.y + (q >> 1) * gridDim.y) + (q & 1) : blockIdx.y + q * gridDim.y;
-}
-
-// ---- the producer
-
-__device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap* hidden, const Params& p, u32 stages, u32 full,
-                                        u32 empty) {
-    const u32 bytes = WEIGHT_BYTES + p.box_rows * TILE_D * 2;
-    const int row0 = blockIdx.x * ROWS;
-    Ring ring;
-    for (int q = 0; tile_at(q) < p.tiles; ++q) {
-        const int tile = tile_at(q);
-#pragma unroll 1  // few registers are left here
-        for (int d = 0; d < p.D; d += PAIR * TILE_D) {
-            Ring next = ring;
-#pragma unroll
-            for (int i = 0; i < PAIR && d + i * TILE_D < p.D; ++i, next.advance()) barrier_wait(empty + 8 * next.stage, next.parity ^ 1);
-#pragma unroll
-            for (int i = 0; i < PAIR && d + i * TILE_D < p.D; ++i, ring.advance()) {
-                const int column = d + i * TILE_D;
-                const u32 barrier = full + 8 * ring.stage, target = stages + ring.stage * STAGE_BYTES;
-                barrier_expect_bytes(barrier, bytes);
-#if CLUSTER == 1
-                copy_box(target, weight, barrier, column, tile * TILE_V);
-#else
-                const u32 part = cluster_rank();
-                copy_box_multicast(target + part * (WEIGHT_BYTES / CLUSTER), weight, barrier, column,
-                                   tile * TILE_V + part * (TILE_V / CLUSTER), (1 << CLUSTER) - 1);
+#include "pipeline.cuh"
+#if FILTER
+#include "truncate.cuh"
 #endif
-                copy_box(target + WEIGHT_BYTES, hidden, barrier, column, row0);
-            }
-        }
-    }
-}
 
-// A consumer warp is done with a stage: tells every block that writes to it.
-__device__ __forceinline__ void release(u32 empty, int stage) {
-    if ((threadIdx.x & 31) < CLUSTER) {
-#if CLUSTER == 1
-        barrier_arrive(empty + 8 * stage);
-#else
-        barrier_arrive_remote(empty + 8 * stage, threadIdx.x & 31);
+// What a block has of a row, with what its other warpgroup has: the better winner, or the sum of rests.
+__device__ __forceinline__ void join(Row& row, const Candidate& other) {
+#if FILTER
+    if (!row.drawn) {
+        row.best.logit += other.logit;
+        return;
+    }
 #endif
-    }
+    keep_better(row.best, other);
 }
 
-// ---- the consumers
+__device__ __forceinline__ float2 result_of(const Row& row) {
+#if FILTER
+    if (!row.drawn) return make_float2(row.threshold, row.best.logit);
+#endif
+    return make_float2(row.best.logit, __uint_as_float(row.best.token));
+}
 
 // All that is left to make of a tile's bounds.
 __device__ __forceinline__ void make_all_bounds(const Row (&rows)[SETS][2], u32* codes, int v0, int made) {
 #if !GREEDY
 #pragma unroll
     for (int set = 0; set < SETS; ++set)
-        for (int part = made; rows[set][0].warp_valid && part < SLOTS / 2; ++part) make_bounds(rows[set], codes + set * SLOTS * 32, v0, part);
+        for (int part = made; rows[set][0].warp_drawn && part < SLOTS / 2; ++part) make_bounds(rows[set], codes + set * SLOTS * 32, v0, part);
 #endif
 }
 
-__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* all_codes, float2* halves) {
+__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* all_codes, float2* halves, float* thresholds) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warpgroup = warp >> 2;
     const int warp_row = blockIdx.x * ROWS + 16 * (TURNS ? warp & 3 : warp);
     const int steps = (p.D + TILE_D - 1) / TILE_D;
@@ -106,6 +64,11 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
     for (int set = 0; set < SETS; ++set)
 #pragma unroll
         for (int h = 0; h < 2; ++h) rows[set][h] = make_row(p, warp_row + 64 * set, (lane >> 2) + 8 * h);
+#if FILTER
+#pragma unroll
+    for (int set = 0; set < SETS; ++set) rows[set][0].warp_drawn |= rows[set][1].warp_drawn;
+    bool informed = false;
+#endif
 
     float x[SETS][IDS];
     Ring ring;
@@ -125,28 +88,13 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
             barrier_wait(turn + 8 * warpgroup, turn_parity);
             turn_parity ^= 1;
         }
-        int previous = 0;
-        for (int step = 0; step < steps; ++step) {
-            const u32 stage = stages + ring.stage * STAGE_BYTES;
-            const u64 weight = operand(stage), hidden = operand(stage + WEIGHT_BYTES + (TURNS ? 0 : warpgroup * (64 * TILE_D * 2)));
-            barrier_wait(full + 8 * ring.stage, ring.parity);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < TILE_D / 16; ++k)
-#pragma unroll
-                for (int set = 0; set < SETS; ++set)
-                    wgmma(x[set], hidden + set * (64 * TILE_D * 2 >> 4) + 2 * k, weight + 2 * k, step + k > 0);
-            wgmma_commit();
-            wgmma_wait<1>();
-            if (step > 0) release(empty, previous);
-            if (!TURNS && !GREEDY && rows[0][0].warp_valid)
+        const int last = multiply(x, steps, stages, full, empty, ring, [&](int step) {
+            if (!TURNS && !GREEDY && rows[0][0].warp_drawn)
                 for (; made * steps < SLOTS / 2 * (step + 1); ++made) make_bounds(rows[0], codes, v0, made);
-            previous = ring.stage;
-            ring.advance();
-        }
+        });
         if (TURNS && lane == 0) barrier_arrive(turn + 8 * (warpgroup ^ 1));
         wgmma_wait<0>();
-        release(empty, previous);
+        release(empty, last);
         if (TURNS) ring.skip(steps);
 
         // The first tile's noise; that of the others was made while waiting for a turn, or between multiplications.
@@ -180,7 +128,19 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         // Scores of those who could win; then, while the other warpgroup multiplies, the next tile's bounds
 #pragma unroll
         for (int set = 0; set < SETS; ++set)
-            if (rows[set][0].warp_valid) draw(x[set], rows[set], codes + set * SLOTS * 32, v0);
+            if (rows[set][0].warp_drawn) draw(x[set], rows[set], codes + set * SLOTS * 32, v0);
+#if FILTER
+        if (!informed) learn_thresholds(x, p, rows, thresholds, warp_row);
+        informed = true;
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) {
+            if (!rows[set][0].warp_valid) continue;
+#if REST
+            weigh_rest(x[set], rows[set]);
+#endif
+            gather(x[set], p, rows[set], codes + set * SLOTS * 32, v0);
+        }
+#endif
         made = 0;
         if (TURNS && tile_at(q + q_step) < p.tiles) {
             __syncwarp();
@@ -199,6 +159,9 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
             Candidate& best = rows[set][h].best;
             keep_better(best, shuffle_xor(best, 1));
             keep_better(best, shuffle_xor(best, 2));
+#if FILTER
+            finish_candidates(p, rows[set][h]);
+#endif
             if (TURNS && warpgroup == 1 && (lane & 3) == 0) exchange[32 * set + 8 * h] = best;
         }
     }
@@ -209,9 +172,9 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             Row& row = rows[set][h];
-            if (TURNS) keep_better(row.best, exchange[32 * set + 8 * h]);
+            if (TURNS) join(row, exchange[32 * set + 8 * h]);
             if ((lane & 3) == 0 && row.valid)
-                p.winners[static_cast<i64>(row.row) * gridDim.y + blockIdx.y] = make_float2(row.best.logit, __uint_as_float(row.best.token));
+                p.winners[static_cast<i64>(row.row) * gridDim.y + blockIdx.y] = result_of(row);
         }
     }
 }
@@ -228,18 +191,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
 #else
     float2* const halves[4] = {};
 #endif
+#if FILTER
+    __shared__ float thresholds[ROWS];
+#else
+    float* const thresholds = nullptr;
+#endif
     if (stages & 1023) __trap();
 
     allow_dependents();  // the merge kernel may start and wait
     if (threadIdx.x == 0) {
         prefetch_map(&weight);
         prefetch_map(&hidden);
-        for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, (TURNS ? 4 : 8) * CLUSTER);  // one arrival a warp that reads it
-        }
-        for (int w = 0; w < 2; ++w) barrier_init(turn + 8 * w, 4);
-        barrier_init_fence();
+        begin_pipeline(full, empty, turn);
     }
 #if CLUSTER == 1
     __syncthreads();
@@ -249,11 +212,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
 
     if (threadIdx.x >= CONSUMER_THREADS) {
         give_registers<24>();
-        if (threadIdx.x == CONSUMER_THREADS) produce(&weight, &hidden, p, stages, full, empty);
+        Ring ring;
+        if (threadIdx.x == CONSUMER_THREADS) produce(&weight, &hidden, p, blockIdx.x * ROWS, stages, full, empty, ring);
         __syncwarp();
     } else {
         take_registers<240>();
-        consume(p, stages, full, empty, turn, codes, halves[(threadIdx.x >> 5) & 3]);
+        consume(p, stages, full, empty, turn, codes, halves[(threadIdx.x >> 5) & 3], thresholds);
     }
 #if CLUSTER > 1
     cluster_sync();  // a block must not leave while others may still arrive at its barriers

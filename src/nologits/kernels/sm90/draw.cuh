@@ -71,14 +71,14 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], Row (&rows)[2], u32*
 #pragma unroll
         for (int slot = 2 + h; slot < SLOTS; slot += 2) top = max_or_nan(top, bounds[slot]);
         top = over_row(top, max_or_nan);
-        hopeful |= rows[h].valid && !(top < rows[h].floor);  // not less: a NaN has to be seen
+        hopeful |= rows[h].drawn && !(top < rows[h].floor);  // not less: a NaN has to be seen
         target[h] = fmaxf(rows[h].floor, top - FIRST_ROUND * rows[h].spread);
     }
     if (!__any_sync(ALL, hopeful)) return;
 
     float4* const staged = reinterpret_cast<float4*>(codes) + (threadIdx.x & 31);  // in place of the codes
     __syncwarp();                                                                  // which every lane has read
-    u32 open = (rows[0].valid ? 0x55555555u : 0) | (rows[1].valid ? 0xAAAAAAAAu : 0);
+    u32 open = (rows[0].drawn ? 0x55555555u : 0) | (rows[1].drawn ? 0xAAAAAAAAu : 0);
     while (true) {
         u32 reached = 0;
 #pragma unroll
@@ -111,7 +111,7 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], Row (&rows)[2], u32*
         for (int h = 0; h < 2; ++h) {
             const int order = over_row(rows[h].best.order, [](int a, int b) { return max(a, b); });
             rows[h].floor = floor_of(order, rows[h].spread);
-            unsettled |= rows[h].valid && rows[h].floor < target[h];
+            unsettled |= rows[h].drawn && rows[h].floor < target[h];
             target[h] = rows[h].floor;
         }
         // What lies below the old target lies below a floor that has reached it.

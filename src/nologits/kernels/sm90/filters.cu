@@ -39,51 +39,6 @@ struct Params {
     float temperature_value, mask_value;
 };
 
-template <typename Wide, typename Narrow>
-__device__ __forceinline__ Wide of_row(const void* values, bool wide, Wide value, i64 at) {
-    if (!values) return value;
-    return wide ? static_cast<const Wide*>(values)[at] : static_cast<Wide>(static_cast<const Narrow*>(values)[at]);
-}
-
-// Into shared memory; a thread for each number, for they come from memory.
-__device__ __forceinline__ void read_request(const Params& p, int row) {
-    Request& request = work.request;
-    if (threadIdx.x == 0) request.temperature = p.temperature ? p.temperature[row * p.stride_temperature] : p.temperature_value;
-    if (threadIdx.x == 32) request.top_k = of_row<i64, int>(p.top_k, p.top_k_wide, p.top_k_value, row * p.stride_top_k);
-    if (threadIdx.x == 64) request.top_p = of_row<double, float>(p.top_p, p.top_p_wide, p.top_p_value, row * p.stride_top_p);
-    if (threadIdx.x == 96) request.min_p = of_row<double, float>(p.min_p, p.min_p_wide, p.min_p_value, row * p.stride_min_p);
-}
-
-__device__ __forceinline__ bool possible(const Request& request) {
-    auto share = [](double x) { return x >= 0.0 && x <= 1.0; };
-    return possible(request.temperature) && request.top_k >= -1 && share(request.top_p) && share(request.min_p);
-}
-
-// The smallest key whose share of the peak's probability is at least min_p; by one warp.
-__device__ __noinline__ int lowest_likely(double min_p, float temperature) {
-    const Scale scale = work.scale;
-    auto likely = [&](int key) {
-        const float x = value_of(key);
-        if (x == scale.peak) return true;
-        return exp((static_cast<double>(x) - static_cast<double>(scale.peak)) / static_cast<double>(temperature)) >= min_p;
-    };
-    const int lane = threadIdx.x & 31, peak = key_of(scale.peak);
-    const int guess = key_of(static_cast<float>(scale.peak + temperature * log(min_p)));
-    int low = max(guess, key_of(-infinity()) + 17) - 17, high = peak;  // low is not likely, high is
-    u32 yes = __ballot_sync(ALL, likely(min(low + lane, peak)));
-    if (!(yes & 1) && yes) return min(low + __ffs(yes) - 1, peak);
-    low = key_of(-infinity());
-    while (high - static_cast<i64>(low) > 1) {
-        const i64 stride = (high - static_cast<i64>(low) + 31) / 32;
-        const i64 key = low + stride * (lane + 1);
-        yes = __ballot_sync(ALL, key >= high || likely(static_cast<int>(key)));
-        const int step = __ffs(yes) - 1;
-        high = static_cast<int>(min(static_cast<i64>(high), low + stride * (step + 1)));
-        low = static_cast<int>(low + stride * step);
-    }
-    return high;
-}
-
 // A top-p of a row of which the largest logits are put aside and the others were weighed. True if the boundary lies among the former.
 __device__ __noinline__ bool find_nucleus(double p, Found& found) {
 #if ARITY == 0
@@ -125,7 +80,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const bool whole = TIERED && p.chunk <= GATHERED;
     const Sample sample({logits, 0, p.V, aligned}, TRUNCATE && TIERED && !whole);  // on its way
     begin_exchange();
-    read_request(p, row);
+    read_request(work.request, p, row);
     if (threadIdx.x == 0) {
         work.chunk = {logits + first, first, max(0, min(p.chunk, p.V - first)), aligned};
         work.chunk.prefetch(PREFETCHED);
@@ -178,7 +133,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         Boundary& boundary = found.boundary;
         if (min_p) {
             if (threadIdx.x < 32) {
-                const int key = lowest_likely(request.min_p, request.temperature);
+                const int key = lowest_likely(work.scale, request.min_p, request.temperature);
                 if (threadIdx.x == 0) work.cut = key;
             }
             __syncthreads();

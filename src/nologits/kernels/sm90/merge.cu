@@ -6,26 +6,20 @@
 // the score is made again from them, bit for bit, which halves the scratch. Sums run in an order that depends on V alone.
 //
 // Grid: rows. Launched while the tile kernel still runs; waits for it on the device.
-#include "params.cuh"
-
 #ifndef GREEDY
 #define GREEDY 0
 #define MASS 0
 #define RAW 0
 #endif
 
-constexpr int THREADS = 128;
+#include "winners.cuh"
+
+constexpr int THREADS = MASS_THREADS;
 constexpr int WARPS = THREADS / 32;
 
 // Mass of the row relative to `logit`, as a logarithm in base 2; the same in all threads.
 __device__ __forceinline__ float log2_total(const float2* masses, int tiles, float logit, float inverse, float* scratch) {
-    float total = 0.0f;
-    for (int t = threadIdx.x; t < tiles; t += THREADS) {
-        const float2 mass = masses[t];
-        if (mass.y > 0.0f) total += mass.y * exp2_approx((mass.x - logit) * inverse);
-    }
-#pragma unroll
-    for (int lanes = 16; lanes; lanes >>= 1) total += __shfl_xor_sync(ALL, total, lanes);
+    float total = mass_of_thread(masses, tiles, threadIdx.x, logit, inverse);
     if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = total;
     __syncthreads();
     total = 0.0f;
@@ -48,21 +42,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) categorical_merge(const __
 
     // Winner
     Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
-    for (int slot = threadIdx.x; slot < p.slots; slot += THREADS) {
-        const float2 winner = p.winners[static_cast<i64>(row) * p.slots + slot];
-        const u32 token = __float_as_uint(winner.y);
-        if (token == NO_TOKEN) continue;
-        float value = winner.x;
-#if !GREEDY
-        uint4 words[1];
-        philox(words, {token & ~72u}, stream);
-        const u32 low = token & 8 ? words[0].y : words[0].x, high = token & 8 ? words[0].w : words[0].z;
-        value = score(value, spread, token & 64 ? high : low);
-#endif
-        keep_better(best, {score_order(value), token, winner.x});
-    }
-#pragma unroll
-    for (int lanes = 16; lanes; lanes >>= 1) keep_better(best, shuffle_xor(best, lanes));
+    for (int slot = threadIdx.x; slot < p.slots; slot += THREADS) keep_better(best, winner_of(p.winners[static_cast<i64>(row) * p.slots + slot], stream, spread));
+    best = best_of_lanes(best);
     if ((threadIdx.x & 31) == 0) candidates[threadIdx.x >> 5] = best;
     __syncthreads();
 #pragma unroll

@@ -1,6 +1,28 @@
 // What the kernels of a head's draw are given.
 #pragma once
-#include "contract.cuh"
+#include "order.cuh"
+
+// What the next sweep over an open row is for.
+enum Mode { SETTLED, BY_COUNT, BY_MASS, BY_ID, DRAWING };
+
+// A row whose kept set its candidates do not settle (finish.cu).
+struct alignas(16) OpenRow {
+    int mode;
+    Boundary floor;      // what is known to be kept, at most
+    int first, last;     // keys between which the boundary lies, or its ids where `id_first` <= `id_last`
+    int id_first, id_last;
+    int weighed;         // while the last id is looked for: it is top-p's
+    u64 above;           // measure of what is kept and comes before
+    double target;       // the measure that reaches the boundary; 0 while it is not known
+};
+
+constexpr int CAPACITY = 3072;  // candidates of a row that there is room for; or words of an open row
+constexpr int BINS = 2048;      // of those, a histogram
+
+constexpr float LOWEST_LOGIT = -3.4028234e38f;  // as a threshold: every logit above -inf is a candidate
+// How far the sum of a row's rests may be off: relative, 2^-21 of the exponential, 1.2e-7 for each power of two that it spans, up to 32 of them, and what fp32
+// loses in sums of up to 16 terms; what lies lower, in units of the threshold.
+constexpr double REST_ERROR = 1.0e-5, REST_LEAST = 1.0e-8;
 
 struct Params {
     // the head and the request
@@ -28,6 +50,25 @@ struct Params {
     int B, V, D, tiles, mass_tiles, slots, box_rows, num_biased;
     // scalars
     float temperature_value, scale, softcap;
+
+    // filters: what is asked (i64 and fp64 if `wide`, else i32 and fp32)
+    const void* top_k;
+    const void* top_p;
+    const void* min_p;
+    // and what goes between the kernels: candidates [B, CAPACITY], how many there are [B]; order of each row's largest logit [B] and
+    // of the pilot's [B, 2 slots], with the sign turned so that 0 is none; what has arrived [row blocks, 8]; open rows [B]; their number
+    // and what has arrived at the grid's barrier [2]; their number in all calls
+    Entry* entries;
+    u32* gathered;
+    u32* peaks;
+    u32* pilot;
+    u32* arrivals;
+    OpenRow* open;
+    u32* progress;
+    u64* open_rows;
+    i64 stride_top_k, stride_top_p, stride_min_p, top_k_value;
+    double top_p_value, min_p_value;
+    int top_k_wide, top_p_wide, min_p_wide;
 };
 
 // The noise stream of a row; unseeded rows (seed -1) take the call's entropy and their slot.

@@ -1,7 +1,7 @@
-// What the parts of the filters' kernel share: the order of a row's tokens, what a block knows of the row, its workspace.
+// What the parts of the filters' kernel share: what a block knows of its row, its workspace.
 #pragma once
 #include "chunk.cuh"
-#include "share.cuh"
+#include "request.cuh"
 
 // Switches of the ablation, as shipped
 #ifndef ARITY
@@ -18,47 +18,8 @@
 constexpr int BINS = 2048;
 constexpr int LISTED = 512;             // entries of a row's list
 constexpr float MARGIN = 32.0f;         // elements on both sides of where a histogram says the boundary is
-constexpr int NO_ID = -1, EVERY_ID = 0x7FFFFFFF, MAX_IDS = 1 << 22;
-constexpr int HIGHEST_KEY = 0x7FFFFFFF, LOWEST_KEY = static_cast<int>(0x80000000);  // no logit has them
-
-// ---- the order of a row's tokens: logit descending, then id ascending
-
-__device__ __forceinline__ int key_of(float x) { return score_order(x); }
-__device__ __forceinline__ float value_of(int key) { return order_score(key); }
-
-// No number has the key -1 (that of -0.0).
-__device__ __forceinline__ float first_value(int key) { return value_of(key == -1 ? 0 : key); }
-__device__ __forceinline__ float last_value(int key) { return value_of(key == -1 ? -2 : key); }
-
-// Keeps keys above `key`, and of those equal the ones with an id up to `last_id`.
-struct Boundary {
-    int key, last_id;
-    __device__ __forceinline__ bool keeps(int other, int id) const { return other > key || (other == key && id <= last_id); }
-};
-
-struct Found {
-    Boundary boundary;
-    u32 copies;  // of the boundary's key that are kept
-};
-
-// A token of the row; a larger one comes first: larger key, then smaller id.
-typedef u64 Entry;
-struct alignas(16) Pair {
-    Entry first, second;
-};
-
-__device__ __forceinline__ Entry make_entry(int key, int id) { return static_cast<u64>(static_cast<u32>(key) ^ 0x80000000u) << 32 | ~static_cast<u32>(id); }
-__device__ __forceinline__ int key_of_entry(Entry entry) { return static_cast<int>(static_cast<u32>(entry >> 32) ^ 0x80000000u); }
-__device__ __forceinline__ int id_of_entry(Entry entry) { return static_cast<int>(~static_cast<u32>(entry)); }
 
 // ---- what is known of a row
-
-// What it asks for.
-struct Request {
-    float temperature;
-    i64 top_k;
-    double top_p, min_p;
-};
 
 struct Range {
     int first, last;  // keys

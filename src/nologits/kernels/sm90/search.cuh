@@ -215,17 +215,6 @@ __device__ __noinline__ bool locate(bool near, Range& range, const Goal& goal, f
 
 // ---- copies over the whole row
 
-// How many of the copies of a value are kept: copy j is while above + j each < target, and one in any case.
-__device__ __forceinline__ u32 copies_kept(u64 above, u64 each, u32 copies, double target) {
-    if (copies <= 1 || !each) return copies;  // of no mass: beyond the target no copy is asked about
-    const double wanted = ceil((target - static_cast<double>(above)) / static_cast<double>(each));
-    u32 kept = wanted >= copies ? copies : wanted > 1.0 ? static_cast<u32>(wanted) : 1;
-    // The division is rounded; the rule is not.
-    while (kept > 1 && !(static_cast<double>(above + (kept - 1) * each) < target)) --kept;
-    while (kept < copies && static_cast<double>(above + kept * each) < target) ++kept;
-    return kept;
-}
-
 struct Latest {
     int id;
     __device__ __forceinline__ Latest over_lanes() const { return {max_lanes(id)}; }

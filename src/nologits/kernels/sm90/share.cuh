@@ -1,7 +1,7 @@
 // Exact shares of a row's mass: exp((l - peak) / T) in units of 2^-40, whole numbers, so that sums have no order
 // (selection.py is the specification).
 #pragma once
-#include "contract.cuh"
+#include "order.cuh"
 
 constexpr int MASS_BITS = 40;
 
@@ -27,12 +27,16 @@ __constant__ double EIGHTHS[8] = {1.0, 1.0905077326652577, 1.189207115002721, 1.
 __constant__ double SIXTY_FOURTHS[8] = {1.0, 1.0108892860517005, 1.0218971486541166, 1.0330248790212284,
                                        1.0442737824274138, 1.0556451783605572, 1.0671404006768237, 1.0787607977571199};
 
-// 2^(j/64) in units, times 2^(r/64) for the r that the offset lacks. Threads need a barrier before they use it.
-__device__ __forceinline__ void fill_table(double (&table)[PARTS], const Scale& scale) {
-    if (threadIdx.x >= PARTS) return;
+// 2^(j/64) in units, times 2^(r/64) for the r that the offset lacks.
+__device__ __forceinline__ double table_entry(int j, const Scale& scale) {
     const double missing = -fma(static_cast<double>(scale.peak), scale.factor, scale.offset);
-    const double power = EIGHTHS[threadIdx.x >> 3] * SIXTY_FOURTHS[threadIdx.x & 7] * 0x1p40;
-    table[threadIdx.x] = fma(power, missing * 0.010830424696249145, power);
+    const double power = EIGHTHS[j >> 3] * SIXTY_FOURTHS[j & 7] * 0x1p40;
+    return fma(power, missing * 0.010830424696249145, power);
+}
+
+// Threads need a barrier before they use it.
+__device__ __forceinline__ void fill_table(double (&table)[PARTS], const Scale& scale) {
+    if (threadIdx.x < PARTS) table[threadIdx.x] = table_entry(threadIdx.x, scale);
 }
 
 // Units of a logit at most the peak; NaN-free. No branches: several of them overlap.
@@ -52,4 +56,15 @@ __device__ __forceinline__ u64 units(float x, const Scale& scale, const double (
     const double scaled = __hiloint2double(__double2hiint(base) + ((n >> 6) << 20), __double2loint(base));
     const u64 made = __double_as_longlong(fma(power, scaled, ROUNDER)) - __double_as_longlong(ROUNDER);
     return x == scale.peak ? 1ull << MASS_BITS : x < scale.lowest ? 0 : made;
+}
+
+// How many of the copies of a value are kept: copy j is while above + j each < target, and one in any case.
+__device__ __forceinline__ u32 copies_kept(u64 above, u64 each, u32 copies, double target) {
+    if (copies <= 1 || !each) return copies;  // of no mass: beyond the target no copy is asked about
+    const double wanted = ceil((target - static_cast<double>(above)) / static_cast<double>(each));
+    u32 kept = wanted >= copies ? copies : wanted > 1.0 ? static_cast<u32>(wanted) : 1;
+    // The division is rounded; the rule is not.
+    while (kept > 1 && !(static_cast<double>(above + (kept - 1) * each) < target)) --kept;
+    while (kept < copies && static_cast<double>(above + kept * each) < target) ++kept;
+    return kept;
 }

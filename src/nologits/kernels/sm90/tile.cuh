@@ -2,6 +2,7 @@
 // the request make of it (DESIGN: semantics, rule 1).
 #pragma once
 #include "params.cuh"
+#include "request.cuh"
 
 // What the launcher defines; the values here let the file compile by itself.
 #ifndef TURNS
@@ -19,6 +20,8 @@
 #define LOGIT_BIAS 0   // type of the dense logit bias
 #define SPARSE_BIAS 0
 #define ALLOWED 0
+#define FILTER 0       // some rows have filters: their candidates are gathered
+#define REST 0         // and some need the mass of all the others
 #endif
 
 constexpr int TILE_V = TURNS ? 128 : 256;
@@ -37,7 +40,7 @@ constexpr int CODE_BYTES = 8 * WARP_CODES * 4;
 constexpr bool NEIGHBOURS = TURNS && (MASS || RAW);
 // Bounds exceed the scores of winners by up to 0.25 + 0.09 (quantisation) + 0.02 (E against u), in units of the spread.
 constexpr float FIRST_ROUND = 0.36f;
-constexpr float LOWEST = -3.4028234e38f;  // the floor of a row without a score: -inf never wins
+constexpr float LOWEST = LOWEST_LOGIT;  // the floor of a row without a score: -inf never wins
 
 // ---- where things lie in a thread's accumulators: chunk c of 8 ids holds [row][id] in registers 4c .. 4c + 3
 
@@ -76,11 +79,18 @@ struct Row {
     int row;
     bool valid;
     bool warp_valid;  // some row of the warp's set is; other warps only take part in the multiplication
+    bool drawn, warp_drawn;  // here: filtered rows are drawn later, from what they keep
     Stream stream;
     float spread;   // T ln 2
     float inverse;  // 1 / (T ln 2)
     float floor;    // a bound below this cannot win
     Candidate best;
+#if FILTER
+    float threshold;  // of candidates
+    float peak;
+    bool weighs;
+    double rest;      // if it `weighs`: the mass below the threshold, in units of the threshold's
+#endif
 };
 
 // Combines what the four lanes of a row have; all of them get the result.
@@ -108,8 +118,18 @@ __device__ __forceinline__ Row make_row(const Params& p, int warp_row, int offse
     const bool valid = row < p.B;
     const int at = valid ? row : 0;
     const float temperature = row_temperature(p, at);
-    return {row, valid, warp_row < p.B, row_stream(p, at), row_spread(temperature), row_inverse(temperature), LOWEST,
-            {NOTHING_ORDER, NO_TOKEN, 0.0f}};
+    bool drawn = valid, warp_drawn = warp_row < p.B;
+#if FILTER
+    const Filters filters(request_of(p, at), p.V);
+    drawn &= !filters.any();
+    warp_drawn = __any_sync(ALL, drawn);
+#endif
+    return {row, valid, warp_row < p.B, drawn, warp_drawn, row_stream(p, at), row_spread(temperature), row_inverse(temperature), LOWEST,
+            {NOTHING_ORDER, NO_TOKEN, 0.0f},
+#if FILTER
+            0.0f, -infinity(), valid && filters.mass_of_all(), 0.0
+#endif
+    };
 }
 
 // ---- the logits of a tile

@@ -1,0 +1,370 @@
+// Rows whose candidates did not settle what they keep (choose.cu): flat rows, wide nuclei, more ties than there is room for. Their
+// logits are made again, as often as it takes, and never stored.
+//
+//     BY_COUNT, BY_MASS   a sweep adds up what the row keeps at most, in 2,048 bins of the range that holds the boundary; the bin that
+//                         reaches the target is the next range. Three sweeps tell keys of 32 bits apart
+//     BY_ID               the same for the ids of the boundary's copies, where only some of them are kept
+//     DRAWING             a sweep draws from what lies inside the boundary
+//
+// Counts and masses are whole numbers (share.cuh), so nothing depends on the order in which blocks add them.
+//
+// Grid: as many blocks as run at once, for they wait for one another. 64 rows at a time; a sweep is a matmul of all of them.
+#ifndef MASS
+#define MASS 0
+#define RAW 0
+#endif
+#define GREEDY 0
+#define FILTER 0
+#define TURNS 1
+#define ROWS 64
+#define STAGES 4
+#define PAIR 2
+#define CLUSTER 1
+
+#include "pipeline.cuh"
+#include "winners.cuh"
+
+constexpr int PITCH = TILE_V + 4;    // of a row of the tile in shared memory; lanes write to different banks
+constexpr int WARP_ROWS = 16;
+constexpr int KEPT = BINS;           // where a row's kept mass is added up, behind its bins
+constexpr int DRAWN = BINS + 2;      // and where its winners are left, two words each
+constexpr int BLOCK_THREADS = CONSUMER_THREADS + 32;  // that tell each other when to go on
+
+struct Workspace {
+    double table[ROWS][PARTS];
+    float tile[8][WARP_ROWS][PITCH];
+    Scale scale[ROWS];
+    OpenRow open[ROWS];
+    Candidate best[8][WARP_ROWS];
+    u64 kept[8][WARP_ROWS];
+    Stream stream[ROWS];
+    float spread[ROWS];
+    u32 any[2];  // rows of the group are open
+};
+static_assert(sizeof(Workspace) <= 112 << 10, "as much as the launcher gives");
+
+__device__ __forceinline__ Entry* words_of(const Params& p, int row) { return p.entries + static_cast<i64>(row) * CAPACITY; }
+
+__device__ __forceinline__ int shift_of(u32 span) { return max(0, 32 - __clz(span) - 11); }
+
+// ---- a row's part of a tile, by one warp; a lane has the four ids of a noise group
+
+__device__ __forceinline__ void add_bins(const OpenRow& open, const Scale& scale, const double (&table)[PARTS], u64* bins, const float (&x)[4], int id) {
+    const int shift = open.mode == BY_ID ? shift_of(open.id_last - open.id_first) : shift_of(static_cast<u32>(open.last) - static_cast<u32>(open.first));
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const int key = key_of(x[w]), mine = id + word_offset(w);
+        if (key < open.first || key > open.last || !open.floor.keeps(key, mine)) continue;
+        if (open.mode == BY_ID) {
+            if (mine >= open.id_first && mine <= open.id_last) atomicAdd(&bins[BINS - 1 - ((mine - open.id_first) >> shift)], 1ull);
+        } else {
+            const u64 each = open.mode == BY_MASS ? units(x[w], scale, table) : 1;
+            if (each) atomicAdd(&bins[(static_cast<u32>(key) - static_cast<u32>(open.first)) >> shift], each);
+        }
+    }
+}
+
+__device__ __forceinline__ void draw_row(const OpenRow& open, const Scale& scale, const double (&table)[PARTS], const Stream& stream, float spread,
+                                         const float (&x)[4], int id, Candidate& row_best, u64& row_kept) {
+    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+    u64 kept = 0;
+    bool keep[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        keep[w] = open.floor.keeps(key_of(x[w]), id + word_offset(w));
+        if (MASS && keep[w]) kept += units(x[w], scale, table);
+    }
+    if (keep[0] || keep[1] || keep[2] || keep[3]) {
+        uint4 words[1];
+        philox(words, {static_cast<u32>(id)}, stream);
+        const u32 word[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            if (keep[w]) keep_better(best, {score_order(score(x[w], spread, word[w])), static_cast<u32>(id + word_offset(w)), x[w]});
+    }
+    best = best_of_lanes(best);
+#if MASS
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) kept += __shfl_xor_sync(ALL, kept, lanes);
+#endif
+    if ((threadIdx.x & 31) == 0) {
+        Candidate mine = row_best;
+        keep_better(mine, best);
+        row_best = mine;
+        row_kept += kept;
+    }
+    __syncwarp();
+}
+
+// ---- a sweep over the block's tiles
+
+__device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0, u32 stages, u32 full, u32 empty, u32 turn, Ring& ring, u32& turn_parity) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warpgroup = warp >> 2, warp_row = WARP_ROWS * (warp & 3);
+    const int steps = (p.D + TILE_D - 1) / TILE_D;
+    float(&tile)[WARP_ROWS][PITCH] = work.tile[warp];
+    Row rows[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) rows[h] = make_row(p, row0 + warp_row, (lane >> 2) + 8 * h);
+    if (lane < WARP_ROWS) work.best[warp][lane] = {NOTHING_ORDER, NO_TOKEN, 0.0f}, work.kept[warp][lane] = 0;
+    __syncwarp();
+
+    Ring end = ring;
+    float x[SETS][IDS];
+    int q = warpgroup;
+    if (q == 1) ring.skip(steps);
+    for (; tile_at(q) < p.tiles; q += 2) {
+        const int at = tile_at(q), v0 = at * TILE_V + 2 * (lane & 3);
+        if (q > 0) {
+            barrier_wait(turn + 8 * warpgroup, turn_parity);
+            turn_parity ^= 1;
+        }
+        const int last = multiply(x, steps, stages, full, empty, ring, [](int) {});
+        if (lane == 0) barrier_arrive(turn + 8 * (warpgroup ^ 1));
+        wgmma_wait<0>();
+        release(empty, last);
+        ring.skip(steps);
+        if (!rows[0].warp_valid) continue;
+
+        // The logits, through shared memory: then a warp has one row at a time
+        head_transform(x[0], p, v0, (at + 1) * TILE_V);
+        request_transform(x[0], p, rows, v0, (at + 1) * TILE_V);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int i = 0; i < IDS / 2; i += 2)
+                *reinterpret_cast<float2*>(&tile[(lane >> 2) + 8 * h][offset_at(i) + 2 * (lane & 3)]) =
+                    make_float2(x[0][register_at(i, h)], x[0][register_at(i + 1, h)]);
+        __syncwarp();
+        const int first = (lane & 7) + 16 * (lane >> 3), id = at * TILE_V + first;
+#pragma unroll 1
+        for (int r = 0; r < WARP_ROWS; ++r) {
+            const int row = warp_row + r;
+            const OpenRow& open = work.open[row];
+            if (open.mode == SETTLED) continue;
+            float logits[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) logits[w] = tile[r][first + word_offset(w)];
+            if (open.mode == DRAWING)
+                draw_row(open, work.scale[row], work.table[row], work.stream[row], work.spread[row], logits, id, work.best[warp][r], work.kept[warp][r]);
+            else
+                add_bins(open, work.scale[row], work.table[row], words_of(p, row0 + row), logits, id);
+        }
+        __syncwarp();
+    }
+
+    // Both warpgroups stand where the sweep ends, and nobody's turn is left over
+    int tiles = 0;
+    while (tile_at(tiles) < p.tiles) ++tiles;
+    end.skip(tiles * steps);
+    ring = end;
+    if (tiles > 0 && (tiles & 1) == warpgroup) {
+        barrier_wait(turn + 8 * warpgroup, turn_parity);
+        turn_parity ^= 1;
+    }
+    if (lane < WARP_ROWS && work.open[warp_row + lane].mode == DRAWING) {
+        Entry* const words = words_of(p, row0 + warp_row + lane);
+        const Candidate best = work.best[warp][lane];
+        Entry* const mine = words + DRAWN + 2 * (2 * blockIdx.y + warpgroup);
+        mine[0] = static_cast<u64>(turned(best.order)) << 32 | best.token;
+        mine[1] = __float_as_uint(best.logit);
+        if (MASS) atomicAdd(&words[KEPT], work.kept[warp][lane]);
+    }
+}
+
+// ---- between sweeps: what they told of a row, by one warp
+
+__device__ __forceinline__ u64 words_through(u64 mine) {
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes <<= 1) {
+        const u64 other = __shfl_up_sync(ALL, mine, lanes);
+        if ((threadIdx.x & 31) >= lanes) mine += other;
+    }
+    return mine;
+}
+
+// The row keeps what `floor` keeps: is that all, or is there a top-p of it?
+__device__ __forceinline__ void go_on(OpenRow& open, const Filters& filters, const Scale& scale) {
+    if (filters.top_p && open.mode != BY_MASS && !(open.mode == BY_ID && open.weighed)) {
+        open.mode = BY_MASS;
+        open.first = max(open.floor.key, key_of(scale.lowest));
+        open.last = key_of(scale.peak);
+        open.above = 0;
+        open.target = 0.0;
+    } else {
+        open.mode = DRAWING;
+    }
+}
+
+__device__ __forceinline__ void narrow(const Params& p, int row, OpenRow open, const Scale& scale, const double (&table)[PARTS]) {
+    const int lane = threadIdx.x & 31;
+    constexpr int EACH = BINS / 32;
+    const Request request = request_of(p, row);
+    const Filters filters(request, p.V);
+    Entry* const words = words_of(p, row);
+    const int upper = BINS - 1 - EACH * lane;
+    u64 mine = 0;
+#pragma unroll 8
+    for (int i = 0; i < EACH; ++i) mine += __ldcg(&words[upper - i]);
+    const u64 through = words_through(mine), total = __shfl_sync(ALL, through, 31);
+    if (open.mode == BY_MASS && open.target == 0.0) open.target = fmax(request.top_p * static_cast<double>(total), 0.5);
+
+    // The bin that reaches the target
+    u64 before = open.above + through - mine, measure = 0;
+    int bin = -1;
+    if (static_cast<double>(before) < open.target && static_cast<double>(before + mine) >= open.target) {
+        for (int i = 0; i < EACH; ++i) {
+            measure = __ldcg(&words[upper - i]);
+            bin = upper - i;
+            if (static_cast<double>(before + measure) >= open.target) break;
+            before += measure;
+        }
+    }
+    const u32 found = __ballot_sync(ALL, bin >= 0);
+    for (int i = lane; i < CAPACITY; i += 32) words[i] = 0;  // all lanes have read theirs
+    if (!found) {  // fewer tokens than top-k asks for
+        if (lane == 0) go_on(open, filters, scale);
+    } else if (lane == __ffs(found) - 1) {
+        open.above = before;
+        if (open.mode == BY_ID) {
+            const int shift = shift_of(open.id_last - open.id_first);
+            open.id_first += (BINS - 1 - bin) << shift;
+            open.id_last = min(open.id_last, open.id_first + (1 << shift) - 1);
+            if (open.id_first == open.id_last) {
+                open.floor = {open.first, open.id_first};
+                go_on(open, filters, scale);
+            }
+        } else {
+            const int shift = shift_of(static_cast<u32>(open.last) - static_cast<u32>(open.first));
+            open.first = static_cast<int>(static_cast<u32>(open.first) + (static_cast<u32>(bin) << shift));
+            if (static_cast<u32>(open.last) - static_cast<u32>(open.first) >> shift) open.last = static_cast<int>(static_cast<u32>(open.first) + (1u << shift) - 1);
+            if (open.first == open.last) {
+                const u64 each = open.mode == BY_MASS ? units(value_of(open.first), scale, table) : 1;
+                const u32 copies = measure / each, kept = copies_kept(before, each, copies, open.target);
+                if (kept < copies) {
+                    open.weighed = open.mode == BY_MASS;
+                    open.mode = BY_ID;
+                    open.id_first = 0;
+                    open.id_last = p.V - 1;
+                    open.above = 0;
+                    open.target = kept;
+                } else {
+                    if (open.first != open.floor.key) open.floor = {open.first, EVERY_ID};
+                    go_on(open, filters, scale);
+                }
+            }
+        }
+    }
+    if (lane == (found ? __ffs(found) - 1 : 0)) p.open[row] = open;
+}
+
+__device__ __forceinline__ void settle(const Params& p, int row, float peak) {
+    const int lane = threadIdx.x & 31;
+    const Entry* const words = words_of(p, row);
+    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+    for (int i = lane; i < 2 * gridDim.y; i += 32) {
+        const Entry winner = __ldcg(&words[DRAWN + 2 * i]);
+        keep_better(best, {turned_back(winner >> 32), static_cast<u32>(winner), __uint_as_float(static_cast<u32>(__ldcg(&words[DRAWN + 2 * i + 1])))});
+    }
+    best = best_of_lanes(best);
+    if (lane == 0) {
+        write_filtered(p, row, best, peak, row_temperature(p, row), __ldcg(&words[KEPT]));
+        p.open[row].mode = SETTLED;
+    }
+    write_raw(p, row, best.logit);
+}
+
+// ---- all blocks together
+
+__device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
+    __threadfence();
+    named_barrier<CONSUMER_THREADS>(1);
+    target += gridDim.y;
+    if (threadIdx.x == 0) {
+        atomicAdd(arrived, 1);
+        u32 now;
+        do {
+            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
+        } while (now < target);
+    }
+    named_barrier<CONSUMER_THREADS>(1);
+    __threadfence();
+}
+
+// What the sweep needs to know of its rows.
+__device__ __forceinline__ void load_rows(const Params& p, Workspace& work, int row0, u32 parity) {
+    if (threadIdx.x == 0) work.any[parity ^ 1] = 0;  // its readers are past it, or have read 0
+    if (threadIdx.x < ROWS) {
+        const int row = row0 + threadIdx.x;
+        OpenRow open = {};
+        if (row < p.B) {
+            const uint4* const source = reinterpret_cast<const uint4*>(&p.open[row]);
+            static_assert(sizeof(OpenRow) % 16 == 0, "in whole vectors");
+#pragma unroll
+            for (int i = 0; i < static_cast<int>(sizeof(OpenRow) / 16); ++i) reinterpret_cast<uint4*>(&open)[i] = __ldcg(source + i);
+        }
+        work.open[threadIdx.x] = open;
+        if (open.mode != SETTLED) {
+            const float temperature = row_temperature(p, row);
+            work.scale[threadIdx.x] = make_scale(order_score(turned_back(p.peaks[row])), temperature);
+            work.stream[threadIdx.x] = row_stream(p, row);
+            work.spread[threadIdx.x] = row_spread(temperature);
+        }
+        const u32 some = __ballot_sync(ALL, open.mode != SETTLED);
+        if ((threadIdx.x & 31) == 0 && some) atomicOr(&work.any[parity], 1);
+    }
+    named_barrier<CONSUMER_THREADS>(1);
+    for (int i = threadIdx.x; i < ROWS * PARTS; i += CONSUMER_THREADS)
+        if (work.open[i / PARTS].mode != SETTLED) work.table[i / PARTS][i % PARTS] = table_entry(i % PARTS, work.scale[i / PARTS]);
+}
+
+extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
+    finish_rows(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap hidden, const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // the swizzle needs stages at multiples of 1,024 bytes
+    if (!p.progress[0]) return;
+    const u32 stages = shared_address(memory);
+    Workspace& work = *reinterpret_cast<Workspace*>(memory + STAGES * STAGE_BYTES);
+    __shared__ u64 barriers[2 * STAGES + 2];
+    const u32 full = shared_address(barriers), empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
+    if (threadIdx.x == 0) {
+        begin_pipeline(full, empty, turn);
+        work.any[0] = work.any[1] = 0;
+    }
+    __syncthreads();
+
+    Ring ring;
+    u32 parity = 0;
+    if (threadIdx.x >= CONSUMER_THREADS) {
+        give_registers<24>();
+        if (threadIdx.x >= BLOCK_THREADS) return;
+        for (int row0 = 0; row0 < p.B; row0 += ROWS) {
+            while (true) {
+                named_barrier<BLOCK_THREADS>(2);
+                const bool any = work.any[parity];
+                parity ^= 1;
+                if (!any) break;
+                if (threadIdx.x == CONSUMER_THREADS) produce(&weight, &hidden, p, row0, stages, full, empty, ring);
+                __syncwarp();
+            }
+        }
+    } else {
+        take_registers<240>();
+        const int warp = threadIdx.x >> 5;
+        u32 turn_parity = 0, arrived = 0;
+        for (int row0 = 0; row0 < p.B; row0 += ROWS) {
+            while (true) {
+                load_rows(p, work, row0, parity);
+                named_barrier<BLOCK_THREADS>(2);
+                const bool any = work.any[parity];
+                parity ^= 1;
+                if (!any) break;
+                sweep(p, work, row0, stages, full, empty, turn, ring, turn_parity);
+                grid_barrier(&p.progress[1], arrived);
+                for (int r = blockIdx.y + warp * gridDim.y; r < ROWS; r += 8 * gridDim.y) {
+                    if (work.open[r].mode == DRAWING) settle(p, row0 + r, work.scale[r].peak);
+                    else if (work.open[r].mode != SETTLED) narrow(p, row0 + r, work.open[r], work.scale[r], work.table[r]);
+                }
+                grid_barrier(&p.progress[1], arrived);
+            }
+        }
+    }
+}

@@ -1,0 +1,98 @@
+// The matmul's pipeline: one warp keeps the copy engine busy, warpgroups multiply what it brings.
+#pragma once
+#include "tile.cuh"
+
+// A position in the ring of stages, and the parity of the barriers' phase there.
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void skip(int count) {
+        stage += count;
+        parity ^= (stage / STAGES) & 1;
+        stage %= STAGES;
+    }
+};
+
+// The q-th tile of this block.
+__device__ __forceinline__ int tile_at(int q) {
+    return NEIGHBOURS ? 2 * (blockIdx.y + (q >> 1) * gridDim.y) + (q & 1) : blockIdx.y + q * gridDim.y;
+}
+
+// Loads the block's tiles of the vocabulary with the rows from `row0` on.
+__device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap* hidden, const Params& p, int row0, u32 stages, u32 full,
+                                        u32 empty, Ring& ring) {
+    const u32 bytes = WEIGHT_BYTES + p.box_rows * TILE_D * 2;
+    for (int q = 0; tile_at(q) < p.tiles; ++q) {
+        const int tile = tile_at(q);
+#pragma unroll 1  // few registers are left here
+        for (int d = 0; d < p.D; d += PAIR * TILE_D) {
+            Ring next = ring;
+#pragma unroll
+            for (int i = 0; i < PAIR && d + i * TILE_D < p.D; ++i, next.advance()) barrier_wait(empty + 8 * next.stage, next.parity ^ 1);
+#pragma unroll
+            for (int i = 0; i < PAIR && d + i * TILE_D < p.D; ++i, ring.advance()) {
+                const int column = d + i * TILE_D;
+                const u32 barrier = full + 8 * ring.stage, target = stages + ring.stage * STAGE_BYTES;
+                barrier_expect_bytes(barrier, bytes);
+#if CLUSTER == 1
+                copy_box(target, weight, barrier, column, tile * TILE_V);
+#else
+                const u32 part = cluster_rank();
+                copy_box_multicast(target + part * (WEIGHT_BYTES / CLUSTER), weight, barrier, column,
+                                   tile * TILE_V + part * (TILE_V / CLUSTER), (1 << CLUSTER) - 1);
+#endif
+                copy_box(target + WEIGHT_BYTES, hidden, barrier, column, row0);
+            }
+        }
+    }
+}
+
+// A consumer warp is done with a stage: tells every block that writes to it.
+__device__ __forceinline__ void release(u32 empty, int stage) {
+    if ((threadIdx.x & 31) < CLUSTER) {
+#if CLUSTER == 1
+        barrier_arrive(empty + 8 * stage);
+#else
+        barrier_arrive_remote(empty + 8 * stage, threadIdx.x & 31);
+#endif
+    }
+}
+
+// A consumer warpgroup multiplies a tile; all but the last pieces are done on return, and the stage of those is returned.
+// Calls between(step) while the tensor cores work.
+template <typename Between>
+__device__ __forceinline__ int multiply(float (&x)[SETS][IDS], int steps, u32 stages, u32 full, u32 empty, Ring& ring, Between between) {
+    const int warpgroup = threadIdx.x >> 7;
+    int previous = 0;
+    for (int step = 0; step < steps; ++step) {
+        const u32 stage = stages + ring.stage * STAGE_BYTES;
+        const u64 weight = operand(stage), hidden = operand(stage + WEIGHT_BYTES + (TURNS ? 0 : warpgroup * (64 * TILE_D * 2)));
+        barrier_wait(full + 8 * ring.stage, ring.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < TILE_D / 16; ++k)
+#pragma unroll
+            for (int set = 0; set < SETS; ++set)
+                wgmma(x[set], hidden + set * (64 * TILE_D * 2 >> 4) + 2 * k, weight + 2 * k, step + k > 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (step > 0) release(empty, previous);
+        between(step);
+        previous = ring.stage;
+        ring.advance();
+    }
+    return previous;
+}
+
+// The barriers of the stages; by one thread.
+__device__ __forceinline__ void begin_pipeline(u32 full, u32 empty, u32 turn) {
+    for (int s = 0; s < STAGES; ++s) {
+        barrier_init(full + 8 * s, 1);
+        barrier_init(empty + 8 * s, (TURNS ? 4 : 8) * CLUSTER);  // one arrival a warp that reads it
+    }
+    for (int w = 0; w < 2; ++w) barrier_init(turn + 8 * w, 4);
+    barrier_init_fence();
+}

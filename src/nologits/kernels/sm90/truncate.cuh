@@ -1,0 +1,209 @@
+// Filters under the matmul: Qrita's truncation (arXiv 2602.01518) in the epilogue. Logits at or above a row's threshold are its
+// candidates, among which choose.cu finds what is kept; nothing else of the row leaves the chip.
+//
+// The threshold comes from a pilot, the first tile of every block: each tells the largest logit of two halves of it. The k-th largest
+// of those never exceeds the k-th largest logit of the row, so for a top-k the candidates hold all that is kept; so they do for a
+// min-p, whose bound under the pilot's largest logit is at most the bound under the row's. A top-p has no such bound, and gets as many
+// candidates as it usually needs.
+//
+// Blocks wait for the pilot while they already multiply their next tile, and not for ever: a threshold decides how much there is to
+// choose from, and whether it is enough is certified later. It never decides what is kept.
+#pragma once
+#include "pipeline.cuh"
+
+constexpr int PIECES = 2;              // of the pilot's tile
+constexpr int MOST_PILOT = 9;          // logits of a lane: of up to 144 blocks
+constexpr float WANTED = 1024.0f;      // candidates, for a top-p
+constexpr float MARGIN_OF_K = 1.3f;    // candidates for each that a top-k keeps, where the pilot is smaller than k
+constexpr u32 PATIENCE = 1 << 18;      // cycles
+
+// ---- the pilot
+
+__device__ __forceinline__ u32* arrivals_of(const Params& p) { return p.arrivals + blockIdx.x * 8 + (TURNS ? threadIdx.x >> 5 & 3 : threadIdx.x >> 5); }
+
+// Tells the largest logits of a warp's rows.
+__device__ __forceinline__ void tell_pilot(const float (&x)[IDS], const Params& p, const Row (&rows)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            constexpr int WIDTH = IDS / 2 / PIECES;
+            float peak = -infinity();
+#pragma unroll
+            for (int i = piece * WIDTH; i < (piece + 1) * WIDTH; ++i) peak = fmaxf(peak, x[register_at(i, h)]);
+            peak = over_row(peak, [](float a, float b) { return fmaxf(a, b); });
+            if ((threadIdx.x & 3) == 0 && rows[h].valid)
+                p.pilot[static_cast<i64>(rows[h].row) * gridDim.y * PIECES + blockIdx.y * PIECES + piece] = turned(score_order(peak));
+        }
+    }
+}
+
+// This warp of every block has told, or is not waited for any longer.
+__device__ __forceinline__ void wait_for_pilot(const Params& p) {
+    u32* const arrivals = arrivals_of(p);
+    __threadfence();
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+        atomicAdd(arrivals, 1);
+        const u32 start = clock();
+        u32 arrived;
+        do {
+            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(arrived) : "l"(arrivals) : "memory");
+        } while (arrived < gridDim.y && static_cast<u32>(clock()) - start < PATIENCE);
+    }
+    __syncwarp();
+}
+
+// Which of the pilot's logits, from the largest, is the threshold.
+__device__ __forceinline__ int pilot_rank(const Filters& filters, i64 top_k, int pilot, int V) {
+    if (filters.top_k && top_k <= pilot) return static_cast<int>(top_k);
+    const float wanted = filters.top_k ? MARGIN_OF_K * top_k : WANTED, pieces = static_cast<float>(V) / (TILE_V / PIECES);
+    return max(1, min(pilot, static_cast<int>(pilot * (1.0f - exp2_approx(-wanted / pieces * LOG2E)))));
+}
+
+// The threshold of a row, by a warp.
+__device__ __forceinline__ float pilot_threshold(const Params& p, int row) {
+    const Request request = request_of(p, row);
+    const Filters filters(request, p.V);
+    const int pilot = gridDim.y * PIECES, lane = threadIdx.x & 31;
+    if (p.V <= CAPACITY || !possible(request.temperature)) return LOWEST;
+    u32 told[MOST_PILOT], low = 0xFFFFFFFF, high = 0;
+#pragma unroll
+    for (int i = 0; i < MOST_PILOT; ++i) {
+        const int at = lane + 32 * i;
+        told[i] = at < pilot ? __ldcg(&p.pilot[static_cast<i64>(row) * pilot + at]) : 0;
+        if (at < pilot) low = min(low, told[i]), high = max(high, told[i]);
+    }
+    low = __reduce_min_sync(ALL, low);
+    high = __reduce_max_sync(ALL, high);
+    const float peak = order_score(turned_back(high));
+    float threshold = LOWEST;
+    if (filters.min_p) {  // any below the bound will do
+        const float reach = request.temperature * logf(static_cast<float>(request.min_p));
+        threshold = fmaxf(threshold, peak + reach - (fabsf(peak) + fabsf(reach)) * 1e-6f);
+    }
+    if (filters.top_k || (filters.top_p && !filters.min_p)) {
+        // The rank-th largest, rounded down: a threshold may lie below it
+        const u32 rank = pilot_rank(filters, request.top_k, pilot, p.V);
+        while (high - low > 1 << 12) {
+            const u32 middle = low + (high - low) / 2;
+            u32 count = 0;
+#pragma unroll
+            for (int i = 0; i < MOST_PILOT; ++i) count += told[i] >= middle;
+            if (__reduce_add_sync(ALL, count) >= rank) low = middle;
+            else high = middle;
+        }
+        threshold = fmaxf(threshold, order_score(turned_back(low)));
+    }
+    return threshold;  // fmaxf has passed over what is no number
+}
+
+// Gives every row its threshold. Of warpgroups that take turns the first tells and learns, for both.
+__device__ __forceinline__ void learn_thresholds(const float (&x)[SETS][IDS], const Params& p, Row (&rows)[SETS][2], float* thresholds, int warp_row) {
+    if (!rows[0][0].warp_valid) return;
+    const int lane = threadIdx.x & 31, warpgroup = threadIdx.x >> 7, of_warp = TURNS ? 16 * (threadIdx.x >> 5 & 3) : 16 * (threadIdx.x >> 5);
+    const int ready = 10 + (threadIdx.x >> 5 & 3);  // barrier of this warp and its twin with the same rows
+    if (TURNS && warpgroup == 1) {
+        named_barrier<64>(ready);
+    } else {
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) tell_pilot(x[set], p, rows[set]);
+        wait_for_pilot(p);
+#pragma unroll 1
+        for (int i = 0; i < 16 * SETS; ++i) {
+            const int offset = (i & 15) + 64 * (i >> 4);
+            if (warp_row + offset >= p.B) continue;
+            const float threshold = pilot_threshold(p, warp_row + offset);
+            if (lane == 0) thresholds[of_warp + offset] = threshold;
+        }
+        __syncwarp();
+        if (TURNS && tile_at(1) < p.tiles) named_barrier_arrive<64>(ready);
+    }
+#pragma unroll
+    for (int set = 0; set < SETS; ++set)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            if (rows[set][h].valid) rows[set][h].threshold = thresholds[of_warp + 64 * set + (lane >> 2) + 8 * h];
+}
+
+// ---- candidates
+
+// Appends the logits of a tile that reach their row's threshold; NaNs as well.
+__device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, Row (&rows)[2], u32* codes, int v0) {
+    u32 reached = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int slot = h; slot < SLOTS; slot += 2) {
+            const int g = slot >> 1;
+            const float largest = max_or_nan(max_or_nan(x[register_of(g, 0, h)], x[register_of(g, 1, h)]), max_or_nan(x[register_of(g, 2, h)], x[register_of(g, 3, h)]));
+            rows[h].peak = max_or_nan(rows[h].peak, largest);
+            if (rows[h].valid && !rows[h].drawn && !(largest < rows[h].threshold)) reached |= 1u << slot;
+        }
+    }
+    // Registers cannot be indexed by a number known at run time: the logits go through shared memory.
+    float4* const staged = reinterpret_cast<float4*>(codes) + (threadIdx.x & 31);
+    while (__any_sync(ALL, reached)) {
+        const u32 wanted = __reduce_or_sync(ALL, reached);
+        u32 taken = 0;
+        int count = 0;
+        __syncwarp();
+#pragma unroll
+        for (int chunk = 0; chunk < SLOTS; chunk += 4) {
+            if (!(wanted >> chunk & 15)) continue;  // the same in all lanes
+#pragma unroll
+            for (int slot = chunk; slot < chunk + 4; ++slot) {
+                if ((reached >> slot & 1) && count < STAGED) {
+                    const int g = slot >> 1, h = slot & 1;
+                    staged[count++ * 32] = make_float4(x[register_of(g, 0, h)], x[register_of(g, 1, h)], x[register_of(g, 2, h)],
+                                                       x[register_of(g, 3, h)]);
+                    taken |= 1u << slot;
+                }
+            }
+        }
+        reached &= ~taken;
+        for (int i = 0; taken; ++i, taken &= taken - 1) {
+            const int slot = __ffs(taken) - 1;
+            const bool second = slot & 1;
+            const int row = second ? rows[1].row : rows[0].row;
+            const float threshold = second ? rows[1].threshold : rows[0].threshold;
+            const float4 four = staged[i * 32];
+            const float logit[4] = {four.x, four.y, four.z, four.w};
+            u32 found = 0;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) found += !(logit[w] < threshold);
+            u32 place = atomicAdd(&p.gathered[row], found);
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                if (logit[w] < threshold) continue;
+                if (place < CAPACITY) p.entries[static_cast<i64>(row) * CAPACITY + place] = make_entry(key_of(logit[w]), v0 + group_offset(slot >> 1) + word_offset(w));
+                ++place;
+            }
+        }
+        __syncwarp();
+    }
+}
+
+// ---- the mass of all that is no candidate
+
+__device__ __forceinline__ void weigh_rest(const float (&x)[IDS], Row (&rows)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        if (!__any_sync(ALL, rows[h].weighs)) continue;
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < IDS / 2; ++i) {
+            const float logit = x[register_at(i, h)], share = exp2_approx((logit - rows[h].threshold) * rows[h].inverse);
+            sum[i & 3] += logit < rows[h].threshold ? share : 0.0f;
+        }
+        rows[h].rest += static_cast<double>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    }
+}
+
+// When the block is done: a row's rest in place of its winner's logit, and its largest logit to all.
+__device__ __forceinline__ void finish_candidates(const Params& p, Row& row) {
+    const float rest = over_row(static_cast<float>(row.rest), [](float a, float b) { return a + b; }), peak = over_row(row.peak, max_or_nan);
+    if (!row.valid || row.drawn) return;
+    row.best.logit = rest;
+    if ((threadIdx.x & 3) == 0) atomicMax(&p.peaks[row.row], turned(score_order(peak)));
+}

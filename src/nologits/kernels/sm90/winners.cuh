@@ -1,0 +1,62 @@
+// What the kernels after the matmul make of a row's slots: the winner, and the row's mass.
+#pragma once
+#include "params.cuh"
+
+// The winner of a slot: its score is made again from its logit and token, bit for bit.
+__device__ __forceinline__ Candidate winner_of(float2 slot, const Stream& stream, float spread) {
+    const u32 token = __float_as_uint(slot.y);
+    if (token == NO_TOKEN) return {NOTHING_ORDER, NO_TOKEN, 0.0f};
+    float value = slot.x;
+#if !GREEDY
+    uint4 words[1];
+    philox(words, {token & ~72u}, stream);
+    const u32 low = token & 8 ? words[0].y : words[0].x, high = token & 8 ? words[0].w : words[0].z;
+    value = score(value, spread, token & 64 ? high : low);
+#endif
+    return {score_order(value), token, slot.x};
+}
+
+__device__ __forceinline__ Candidate best_of_lanes(Candidate best) {
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) keep_better(best, shuffle_xor(best, lanes));
+    return best;
+}
+
+constexpr int MASS_THREADS = 128;  // the order of a row's masses is that of so many threads
+
+// A thread's part of a row's mass relative to `logit`.
+__device__ __forceinline__ float mass_of_thread(const float2* masses, int tiles, int thread, float logit, float inverse) {
+    float total = 0.0f;
+    for (int t = thread; t < tiles; t += MASS_THREADS) {
+        const float2 mass = masses[t];
+        if (mass.y > 0.0f) total += mass.y * exp2_approx((mass.x - logit) * inverse);
+    }
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) total += __shfl_xor_sync(ALL, total, lanes);
+    return total;
+}
+
+// Mass of the row relative to `logit`, as a natural logarithm, by one warp; the same bits as by four.
+__device__ __forceinline__ float log_total_of_warp(const float2* masses, int tiles, float logit, float inverse) {
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < MASS_THREADS / 32; ++w) total += mass_of_thread(masses, tiles, 32 * w + (threadIdx.x & 31), logit, inverse);
+    return LN2 * __log2f(total);
+}
+
+// Writes a filtered row's draw. `kept`: the mass of what the filters keep, in units of 2^-40 of the largest logit's.
+__device__ __forceinline__ void write_filtered(const Params& p, int row, const Candidate& best, float peak, float temperature, u64 kept) {
+    p.tokens[row] = best.token;
+#if MASS
+    const double logprob = (static_cast<double>(best.logit) - peak) / temperature - log(kept * 0x1p-40);
+    p.logprobs[row] = best.logit == infinity() ? 0.0f : static_cast<float>(logprob);
+#endif
+}
+
+// The rest of it, by one warp.
+__device__ __forceinline__ void write_raw(const Params& p, int row, float logit) {
+#if RAW
+    const float total = log_total_of_warp(p.raw_masses + static_cast<i64>(row) * p.mass_tiles, p.mass_tiles, logit, LOG2E);
+    if ((threadIdx.x & 31) == 0) p.raw_logprobs[row] = logit == infinity() ? 0.0f : -total;
+#endif
+}
