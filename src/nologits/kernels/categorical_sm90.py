@@ -44,14 +44,14 @@ _FILTER_POINTERS = (
     "gathered",
     "peaks",
     "pilot",
-    "arrivals",
+    "thresholds",
     "open",
     "progress",
     "open_rows",
 )
 _FILTER_INTEGERS = ("stride_top_k", "stride_top_p", "stride_min_p", "top_k_value")
 
-CAPACITY = 3072
+CAPACITY = 4096
 """Candidates of a row that there is room for."""
 
 _OPEN_WORDS = 6
@@ -77,12 +77,12 @@ class Params(ctypes.Structure):
     )
 
 
-def shared_bytes(config: HopperConfig) -> int:
-    """Dynamic shared memory of one block: stages, noise codes, barriers."""
+def shared_bytes(config: HopperConfig, filtered: bool = False) -> int:
+    """Dynamic shared memory of one block: stages, noise codes, barriers; thresholds."""
     stage = (config.tile + config.rows) * TILE_D * 2
     # A byte a logit: of one tile, or of the two that warpgroups hold who take turns.
     codes = config.tile * config.rows * (2 if config.turns else 1)
-    return config.stages * (stage + 16) + codes + 16
+    return config.stages * (stage + 16) + codes + 16 + (4 * config.rows if filtered else 0)
 
 
 def grid(config: HopperConfig, batch: int, vocab: int, masses: bool, processors: int) -> tuple[int, int]:
@@ -101,7 +101,9 @@ def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         ("FILTER", int(rows.filtered)), ("REST", int(isinstance(rows.top_p, Tensor) or rows.top_p < 1.0)),
         *_head_features(source, rows, mass, raw),
     )  # fmt: skip
-    return load("categorical", "categorical_tiles", _TILE_THREADS, shared_bytes(config), defines, _index(source.device))
+    return load(
+        "categorical", "categorical_tiles", _TILE_THREADS, shared_bytes(config, rows.filtered), defines, _index(source.device)
+    )
 
 
 def finish_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool) -> Kernel:
@@ -158,7 +160,7 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     }  # fmt: skip
     numbers: dict[str, int | float] = {}
     if rows.filtered:
-        scratch, numbers = _filter_arguments(rows, batch, row_blocks, slots, device)
+        scratch, numbers = _filter_arguments(rows, batch, slots, device)
         tensors |= scratch
     params = Params(
         **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}, **numbers,
@@ -185,12 +187,12 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
 
 
 def _filter_arguments(
-    rows: RowParams, batch: int, row_blocks: int, slots: int, device: torch.device
+    rows: RowParams, batch: int, slots: int, device: torch.device
 ) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
     """What the kernels are asked, and what they tell each other."""
     asked = {name: getattr(rows, name) for name in ("top_k", "top_p", "min_p")}
     tensors = {name: value for name, value in asked.items() if isinstance(value, Tensor)}
-    sizes = {"gathered": batch, "peaks": batch, "progress": 2, "arrivals": 8 * row_blocks, "pilot": batch * slots * _PIECES}
+    sizes = {"gathered": batch, "peaks": batch, "thresholds": batch, "progress": 2, "pilot": batch * slots * _PIECES}
     zeros = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device).split(list(sizes.values()))
     numbers: dict[str, int | float] = {f"{name}_value": value for name, value in asked.items() if not isinstance(value, Tensor)}
     for name, tensor in tensors.items():

@@ -37,9 +37,9 @@ __device__ __forceinline__ void join(Row& row, const Candidate& other) {
     keep_better(row.best, other);
 }
 
-__device__ __forceinline__ float2 result_of(const Row& row) {
+__device__ __forceinline__ float2 result_of(const Row& row, float threshold) {
 #if FILTER
-    if (!row.drawn) return make_float2(row.threshold, row.best.logit);
+    if (!row.drawn) return make_float2(threshold, row.best.logit);
 #endif
     return make_float2(row.best.logit, __uint_as_float(row.best.token));
 }
@@ -67,6 +67,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
 #if FILTER
 #pragma unroll
     for (int set = 0; set < SETS; ++set) rows[set][0].warp_drawn |= rows[set][1].warp_drawn;
+    const float* const of_rows = thresholds + 16 * (TURNS ? warp & 3 : warp) + (lane >> 2);
     bool informed = false;
 #endif
 
@@ -136,9 +137,9 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         for (int set = 0; set < SETS; ++set) {
             if (!rows[set][0].warp_valid) continue;
 #if REST
-            weigh_rest(x[set], rows[set]);
+            weigh_rest(x[set], rows[set], of_rows + 64 * set);
 #endif
-            gather(x[set], p, rows[set], codes + set * SLOTS * 32, v0);
+            gather(x[set], p, rows[set], of_rows + 64 * set, codes + set * SLOTS * 32, v0);
         }
 #endif
         made = 0;
@@ -174,7 +175,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
             Row& row = rows[set][h];
             if (TURNS) join(row, exchange[32 * set + 8 * h]);
             if ((lane & 3) == 0 && row.valid)
-                p.winners[static_cast<i64>(row.row) * gridDim.y + blockIdx.y] = result_of(row);
+                p.winners[static_cast<i64>(row.row) * gridDim.y + blockIdx.y] = result_of(row, FILTER ? thresholds[row.row - blockIdx.x * ROWS] : 0.0f);
         }
     }
 }
@@ -186,15 +187,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
     const u32 stages = shared_address(memory);
     u32* const codes = reinterpret_cast<u32*>(memory + STAGES * STAGE_BYTES);
     const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
+    float* const thresholds = reinterpret_cast<float*>(memory + STAGES * (STAGE_BYTES + 16) + CODE_BYTES + 16);  // if there is a FILTER
 #if TURNS && (MASS || RAW)
     __shared__ float2 halves[4][SETS * 32];
 #else
     float2* const halves[4] = {};
-#endif
-#if FILTER
-    __shared__ float thresholds[ROWS];
-#else
-    float* const thresholds = nullptr;
 #endif
     if (stages & 1023) __trap();
 

@@ -16,7 +16,7 @@ struct alignas(16) OpenRow {
     double target;       // the measure that reaches the boundary; 0 while it is not known
 };
 
-constexpr int CAPACITY = 3072;  // candidates of a row that there is room for; or words of an open row
+constexpr int CAPACITY = 4096;  // candidates of a row that there is room for; or words of an open row
 constexpr int BINS = 2048;      // of those, a histogram
 
 constexpr float LOWEST_LOGIT = -3.4028234e38f;  // as a threshold: every logit above -inf is a candidate
@@ -56,13 +56,13 @@ struct Params {
     const void* top_p;
     const void* min_p;
     // and what goes between the kernels: candidates [B, CAPACITY], how many there are [B]; order of each row's largest logit [B] and
-    // of the pilot's [B, 2 slots], with the sign turned so that 0 is none; what has arrived [row blocks, 8]; open rows [B]; their number
-    // and what has arrived at the grid's barrier [2]; their number in all calls
+    // of the pilot's [B, 2 slots] and of its threshold [B], with the sign turned so that 0 is none; open rows [B]; their number and what
+    // has arrived at the grid's barrier [2]; their number in all calls
     Entry* entries;
     u32* gathered;
     u32* peaks;
     u32* pilot;
-    u32* arrivals;
+    u32* thresholds;
     OpenRow* open;
     u32* progress;
     u64* open_rows;

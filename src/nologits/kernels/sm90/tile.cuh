@@ -86,10 +86,9 @@ struct Row {
     float floor;    // a bound below this cannot win
     Candidate best;
 #if FILTER
-    float threshold;  // of candidates
     float peak;
     bool weighs;
-    double rest;      // if it `weighs`: the mass below the threshold, in units of the threshold's
+    float rest;  // if it `weighs`: the mass below the threshold, in units of the threshold's
 #endif
 };
 
@@ -127,7 +126,7 @@ __device__ __forceinline__ Row make_row(const Params& p, int warp_row, int offse
     return {row, valid, warp_row < p.B, drawn, warp_drawn, row_stream(p, at), row_spread(temperature), row_inverse(temperature), LOWEST,
             {NOTHING_ORDER, NO_TOKEN, 0.0f},
 #if FILTER
-            0.0f, -infinity(), valid && filters.mass_of_all(), 0.0
+            -infinity(), valid && filters.mass_of_all(), 0.0f
 #endif
     };
 }

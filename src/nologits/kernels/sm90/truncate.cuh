@@ -19,7 +19,25 @@ constexpr u32 PATIENCE = 1 << 18;      // cycles
 
 // ---- the pilot
 
-__device__ __forceinline__ u32* arrivals_of(const Params& p) { return p.arrivals + blockIdx.x * 8 + (TURNS ? threadIdx.x >> 5 & 3 : threadIdx.x >> 5); }
+// Words that blocks tell each other: 0 says that nobody has told it yet.
+__device__ __forceinline__ u32 told_so_far(const u32* word) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void tell(u32* word, float logit) {
+    asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(word), "r"(turned(score_order(logit))) : "memory");
+}
+
+// Calls ask() until it says, in all lanes, that it knows enough, or for long enough.
+template <typename Ask>
+__device__ __forceinline__ void be_patient(u32 cycles, Ask ask) {
+    const u32 start = clock();
+    while (!__all_sync(ALL, ask())) {
+        if (__any_sync(ALL, static_cast<u32>(clock()) - start > cycles)) break;
+    }
+}
 
 // Tells the largest logits of a warp's rows.
 __device__ __forceinline__ void tell_pilot(const float (&x)[IDS], const Params& p, const Row (&rows)[2]) {
@@ -33,25 +51,9 @@ __device__ __forceinline__ void tell_pilot(const float (&x)[IDS], const Params& 
             for (int i = piece * WIDTH; i < (piece + 1) * WIDTH; ++i) peak = fmaxf(peak, x[register_at(i, h)]);
             peak = over_row(peak, [](float a, float b) { return fmaxf(a, b); });
             if ((threadIdx.x & 3) == 0 && rows[h].valid)
-                p.pilot[static_cast<i64>(rows[h].row) * gridDim.y * PIECES + blockIdx.y * PIECES + piece] = turned(score_order(peak));
+                tell(&p.pilot[static_cast<i64>(rows[h].row) * gridDim.y * PIECES + blockIdx.y * PIECES + piece], peak);
         }
     }
-}
-
-// This warp of every block has told, or is not waited for any longer.
-__device__ __forceinline__ void wait_for_pilot(const Params& p) {
-    u32* const arrivals = arrivals_of(p);
-    __threadfence();
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) {
-        atomicAdd(arrivals, 1);
-        const u32 start = clock();
-        u32 arrived;
-        do {
-            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(arrived) : "l"(arrivals) : "memory");
-        } while (arrived < gridDim.y && static_cast<u32>(clock()) - start < PATIENCE);
-    }
-    __syncwarp();
 }
 
 // Which of the pilot's logits, from the largest, is the threshold.
@@ -68,12 +70,19 @@ __device__ __forceinline__ float pilot_threshold(const Params& p, int row) {
     const int pilot = gridDim.y * PIECES, lane = threadIdx.x & 31;
     if (p.V <= CAPACITY || !possible(request.temperature)) return LOWEST;
     u32 told[MOST_PILOT], low = 0xFFFFFFFF, high = 0;
+    be_patient(PATIENCE, [&] {
+        bool all = true;
 #pragma unroll
-    for (int i = 0; i < MOST_PILOT; ++i) {
-        const int at = lane + 32 * i;
-        told[i] = at < pilot ? __ldcg(&p.pilot[static_cast<i64>(row) * pilot + at]) : 0;
-        if (at < pilot) low = min(low, told[i]), high = max(high, told[i]);
-    }
+        for (int i = 0; i < MOST_PILOT; ++i) {
+            const int at = lane + 32 * i;
+            told[i] = at < pilot ? told_so_far(&p.pilot[static_cast<i64>(row) * pilot + at]) : 0;
+            all &= at >= pilot || told[i];
+        }
+        return all;
+    });
+#pragma unroll
+    for (int i = 0; i < MOST_PILOT; ++i)
+        if (lane + 32 * i < pilot) low = min(low, told[i]), high = max(high, told[i]);
     low = __reduce_min_sync(ALL, low);
     high = __reduce_max_sync(ALL, high);
     const float peak = order_score(turned_back(high));
@@ -98,8 +107,9 @@ __device__ __forceinline__ float pilot_threshold(const Params& p, int row) {
     return threshold;  // fmaxf has passed over what is no number
 }
 
-// Gives every row its threshold. Of warpgroups that take turns the first tells and learns, for both.
-__device__ __forceinline__ void learn_thresholds(const float (&x)[SETS][IDS], const Params& p, Row (&rows)[SETS][2], float* thresholds, int warp_row) {
+// Finds every row's threshold. Each block works out those of a few rows, and tells the others. Of warpgroups that take turns the
+// first does so, for both.
+__device__ __forceinline__ void learn_thresholds(const float (&x)[SETS][IDS], const Params& p, const Row (&rows)[SETS][2], float* thresholds, int warp_row) {
     if (!rows[0][0].warp_valid) return;
     const int lane = threadIdx.x & 31, warpgroup = threadIdx.x >> 7, of_warp = TURNS ? 16 * (threadIdx.x >> 5 & 3) : 16 * (threadIdx.x >> 5);
     const int ready = 10 + (threadIdx.x >> 5 & 3);  // barrier of this warp and its twin with the same rows
@@ -108,39 +118,43 @@ __device__ __forceinline__ void learn_thresholds(const float (&x)[SETS][IDS], co
     } else {
 #pragma unroll
         for (int set = 0; set < SETS; ++set) tell_pilot(x[set], p, rows[set]);
-        wait_for_pilot(p);
 #pragma unroll 1
-        for (int i = 0; i < 16 * SETS; ++i) {
-            const int offset = (i & 15) + 64 * (i >> 4);
-            if (warp_row + offset >= p.B) continue;
-            const float threshold = pilot_threshold(p, warp_row + offset);
-            if (lane == 0) thresholds[of_warp + offset] = threshold;
+        for (int i = blockIdx.y; i < 16 * SETS; i += gridDim.y) {
+            const int row = warp_row + (i & 15) + 64 * (i >> 4);
+            if (row >= p.B) continue;
+            const float threshold = pilot_threshold(p, row);
+            if (lane == 0) tell(&p.thresholds[row], threshold);
         }
+        const int offset = (lane & 15) + 64 * (lane >> 4), row = warp_row + offset;
+        const bool mine = lane < 16 * SETS && row < p.B;
+        u32 told = 0;
+        be_patient(2 * PATIENCE, [&] {
+            if (mine) told = told_so_far(&p.thresholds[row]);
+            return !mine || told;
+        });
+        if (mine) thresholds[of_warp + offset] = told ? order_score(turned_back(told)) : LOWEST;
         __syncwarp();
         if (TURNS && tile_at(1) < p.tiles) named_barrier_arrive<64>(ready);
     }
-#pragma unroll
-    for (int set = 0; set < SETS; ++set)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-            if (rows[set][h].valid) rows[set][h].threshold = thresholds[of_warp + 64 * set + (lane >> 2) + 8 * h];
 }
 
 // ---- candidates
 
-// Appends the logits of a tile that reach their row's threshold; NaNs as well.
-__device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, Row (&rows)[2], u32* codes, int v0) {
+// Appends the logits of a tile that reach their row's threshold; NaNs as well. `thresholds`: of the thread's first row.
+__device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, Row (&rows)[2], const float* thresholds, u32* codes, int v0) {
     u32 reached = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+        const float threshold = rows[h].valid && !rows[h].drawn ? thresholds[8 * h] : infinity();
 #pragma unroll
         for (int slot = h; slot < SLOTS; slot += 2) {
             const int g = slot >> 1;
             const float largest = max_or_nan(max_or_nan(x[register_of(g, 0, h)], x[register_of(g, 1, h)]), max_or_nan(x[register_of(g, 2, h)], x[register_of(g, 3, h)]));
             rows[h].peak = max_or_nan(rows[h].peak, largest);
-            if (rows[h].valid && !rows[h].drawn && !(largest < rows[h].threshold)) reached |= 1u << slot;
+            if (!(largest < threshold)) reached |= 1u << slot;
         }
     }
+    reached &= (rows[0].valid && !rows[0].drawn ? 0x55555555u : 0) | (rows[1].valid && !rows[1].drawn ? 0xAAAAAAAAu : 0);
     // Registers cannot be indexed by a number known at run time: the logits go through shared memory.
     float4* const staged = reinterpret_cast<float4*>(codes) + (threadIdx.x & 31);
     while (__any_sync(ALL, reached)) {
@@ -166,7 +180,7 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
             const int slot = __ffs(taken) - 1;
             const bool second = slot & 1;
             const int row = second ? rows[1].row : rows[0].row;
-            const float threshold = second ? rows[1].threshold : rows[0].threshold;
+            const float threshold = thresholds[second ? 8 : 0];
             const float4 four = staged[i * 32];
             const float logit[4] = {four.x, four.y, four.z, four.w};
             u32 found = 0;
@@ -186,23 +200,24 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
 
 // ---- the mass of all that is no candidate
 
-__device__ __forceinline__ void weigh_rest(const float (&x)[IDS], Row (&rows)[2]) {
+__device__ __forceinline__ void weigh_rest(const float (&x)[IDS], Row (&rows)[2], const float* thresholds) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         if (!__any_sync(ALL, rows[h].weighs)) continue;
+        const float threshold = thresholds[8 * h];
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < IDS / 2; ++i) {
-            const float logit = x[register_at(i, h)], share = exp2_approx((logit - rows[h].threshold) * rows[h].inverse);
-            sum[i & 3] += logit < rows[h].threshold ? share : 0.0f;
+            const float logit = x[register_at(i, h)], share = exp2_approx((logit - threshold) * rows[h].inverse);
+            sum[i & 3] += logit < threshold ? share : 0.0f;
         }
-        rows[h].rest += static_cast<double>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        rows[h].rest += (sum[0] + sum[1]) + (sum[2] + sum[3]);
     }
 }
 
 // When the block is done: a row's rest in place of its winner's logit, and its largest logit to all.
 __device__ __forceinline__ void finish_candidates(const Params& p, Row& row) {
-    const float rest = over_row(static_cast<float>(row.rest), [](float a, float b) { return a + b; }), peak = over_row(row.peak, max_or_nan);
+    const float rest = over_row(row.rest, [](float a, float b) { return a + b; }), peak = over_row(row.peak, max_or_nan);
     if (!row.valid || row.drawn) return;
     row.best.logit = rest;
     if ((threadIdx.x & 3) == 0) atomicMax(&p.peaks[row.row], turned(score_order(peak)));
