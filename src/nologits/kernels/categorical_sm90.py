@@ -54,10 +54,11 @@ _FILTER_INTEGERS = ("stride_top_k", "stride_top_p", "stride_min_p", "top_k_value
 CAPACITY = 4096
 """Candidates of a row that there is room for."""
 
-_OPEN_WORDS = 6
+_OPEN_WORDS = 8
 _SORTED_BYTES = 8 * 4096
 _CHOOSE_THREADS = 512
 _FINISH_CONFIG = HopperConfig(turns=True, rows=64, stages=4, pair=2, cluster=1)
+_FINISH_BLOCKS = 255  # that have room for their winners beside an open row's list
 _FINISH_BYTES = 4 * (128 + 64) * 128 + (112 << 10)
 _PIECES = 2
 
@@ -182,7 +183,9 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         finish = Params.from_buffer_copy(params)
         finish.tiles, finish.box_rows = -(-vocab // _FINISH_CONFIG.tile), min(_FINISH_CONFIG.rows, box_rows)
         maps = [tensor_map(head.weight, _FINISH_CONFIG.tile, TILE_D), tensor_map(hidden, finish.box_rows, TILE_D)]
-        finish_kernel(source, rows, mass, raw).launch((1, processors), [*maps, finish], device, together=True)
+        finish_kernel(source, rows, mass, raw).launch(
+            (1, min(processors, _FINISH_BLOCKS)), [*maps, finish], device, together=True
+        )
     return out
 
 

@@ -1,7 +1,7 @@
 // What the filters keep of a row, found among its candidates, and the draw from it; and the draws of rows without filters.
 //
-// The candidates are all logits from a threshold on (truncate.cuh). They are sorted, and every filter keeps a prefix. Whether the
-// candidates hold all that is kept is certain if
+// The candidates are all logits from a threshold on (truncate.cuh). A histogram says how many of the largest will do; those are sorted,
+// and every filter keeps a prefix. Whether the candidates hold all that is kept is certain if
 //
 //     min-p      its bound lies above the threshold
 //     top-k      there are at least k
@@ -30,9 +30,14 @@ struct Workspace {
     bool agreed;      // it was the same for all
     int cut;          // first key that min-p keeps
     u64 kept;         // mass
+    u32 listed;
+    u32 bins[THREADS];
 };
 __shared__ Workspace work;
-extern __shared__ __align__(16) Entry sorted[];  // as many as there are candidates, up to a power of two
+extern __shared__ __align__(16) Entry sorted[];  // CAPACITY
+
+constexpr int EACH = CAPACITY / THREADS;
+constexpr float SLACK = 1.02f;  // more mass than top-p keeps is sorted, for at first it is estimated
 
 struct Number {
     u64 sum;
@@ -60,18 +65,6 @@ __device__ __forceinline__ void sort(int size) {
         }
     }
     __syncthreads();
-}
-
-// How many of the first `count` sorted entries have a key from `key` on.
-__device__ __forceinline__ int count_from(int key, int count) {
-    const Entry least = static_cast<Entry>(turned(key)) << 32;
-    int low = 0, high = count;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        if (sorted[middle] >= least) low = middle + 1;
-        else high = middle;
-    }
-    return low;
 }
 
 // What a row without filters has drawn; by one warp.
@@ -129,20 +122,33 @@ __device__ __forceinline__ void join_slots(const Params& p, int row) {
     if ((threadIdx.x & 31) == 0) work.threshold = highest, work.agreed = lowest == highest, work.rest = rest;
 }
 
+__device__ __forceinline__ Candidate score_entry(Entry entry, const Stream& stream, float spread) {
+    return winner_of(make_float2(value_of(key_of_entry(entry)), __int_as_float(id_of_entry(entry))), stream, spread);
+}
+
+// The block's best, and with it the row's results.
+__device__ __forceinline__ void write_result(const Params& p, int row, const Candidate& mine, float peak, float temperature, u64 kept_mass) {
+    const Candidate best = reduce_block(Best{mine}).candidate;
+    if (threadIdx.x == 0) write_filtered(p, row, best, peak, temperature, kept_mass);
+    if (threadIdx.x < 32) write_raw(p, row, best.logit);
+}
+
 // Leaves a row to finish.cu, with an empty histogram in place of its candidates.
-__device__ __forceinline__ void leave_open(const Params& p, int row, const Filters& filters, const Scale& scale) {
+__device__ __forceinline__ void leave_open(const Params& p, int row, const Filters& filters, const Scale& scale, bool overflown = false) {
     Entry* const bins = p.entries + static_cast<i64>(row) * CAPACITY;
     for (int i = threadIdx.x; i < CAPACITY; i += THREADS) bins[i] = 0;
     if (threadIdx.x != 0) return;
-    const int floor = filters.min_p ? work.cut - 1 : key_of(-infinity());
-    const int first = filters.top_k ? floor + 1 : max(floor + 1, key_of(scale.lowest));
-    const int mode = filters.top_k ? BY_COUNT : filters.top_p ? BY_MASS : DRAWING;
-    p.open[row] = {mode, {floor, NO_ID}, first, key_of(scale.peak), 1, 0, 0, 0, filters.top_k ? static_cast<double>(work.request.top_k) : 0.0};
+    OpenRow open = {filters.top_k ? BY_COUNT : DRAWING, {filters.min_p ? work.cut - 1 : key_of(-infinity()), NO_ID}};
+    open.first = open.floor.key + 1;
+    open.last = key_of(scale.peak);
+    open.target = static_cast<double>(work.request.top_k);
+    if (filters.top_p && !filters.top_k) begin_mass(p, open, work.request, scale, overflown ? scale.peak : work.threshold);
+    p.open[row] = open;
     atomicAdd(&p.progress[0], 1);
     atomicAdd(p.open_rows, 1ull);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) choose_tokens(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_tokens(const __grid_constant__ Params p) {
     const int row = blockIdx.x, warp = threadIdx.x >> 5;
     read_request(work.request, p, row);
     wait_for_primary();
@@ -163,6 +169,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose_tokens(const __grid
 
     // Candidates in order
     const Scale scale = make_scale(peak, request.temperature);
+    const Stream stream = row_stream(p, row);
+    const float spread = row_spread(request.temperature);
     fill_table(work.table, scale);
     if (warp == 4) join_slots(p, row);
     if (warp == 5 && filters.min_p) {
@@ -175,66 +183,109 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose_tokens(const __grid
         if ((threadIdx.x & 31) == 0) p.log_masses[row] = peak == infinity() ? peak : peak / request.temperature + total;
     }
 #endif
+    Entry mine[EACH];
     const int stored = min(gathered, CAPACITY);
-    int size = 64;
-    while (size < stored) size *= 2;
-    for (int i = threadIdx.x; i < size; i += THREADS) sorted[i] = i < stored ? p.entries[static_cast<i64>(row) * CAPACITY + i] : 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int at = threadIdx.x + i * THREADS;
+        mine[i] = at < stored ? p.entries[static_cast<i64>(row) * CAPACITY + at] : 0;
+    }
+    work.bins[threadIdx.x] = 0;
     __syncthreads();
-    if (gathered > CAPACITY) return leave_open(p, row, filters, scale);
-    sort(size);
-    const int threshold = key_of(work.threshold), found = count_from(threshold, stored);
+    if (gathered > CAPACITY) return leave_open(p, row, filters, scale, true);
 
-    // What min-p and top-k keep
-    int kept = filters.min_p ? count_from(max(threshold, work.cut), found) : found;
-    const bool whole = work.threshold == LOWEST_LOGIT || (filters.min_p && work.cut >= threshold) || (filters.top_k && request.top_k <= kept);
-    if (!whole && !(filters.mass_of_all() && work.agreed)) return leave_open(p, row, filters, scale);
-    if (filters.top_k) kept = min(static_cast<i64>(kept), request.top_k);
-
-    // What top-p keeps of that: each thread has neighbours
-    u64 kept_mass = 0;
-    if (filters.top_p || MASS) {
-        const int each = (kept + THREADS - 1) / THREADS, first = min(kept, each * static_cast<int>(threadIdx.x)), last = min(kept, first + each);
-        u64 mine = 0, total;
-        for (int i = first; i < last; ++i) mine += units(value_of(key_of_entry(sorted[i])), scale, work.table);
-        u64 before = scan_block(mine, total) - mine;
-        kept_mass = total;
-        if (filters.top_p) {
-            double target = fmax(request.top_p * static_cast<double>(total), 0.5), doubt = -1.0;
-            if (!whole) {
-                const double unit = exp((static_cast<double>(work.threshold) - peak) / request.temperature) * 0x1p40;
-                const double rest = work.rest * unit, all = total + rest;
-                target = request.top_p * all;
-                doubt = request.top_p * (rest * REST_ERROR + unit * REST_LEAST + 0.5 * p.V) + all * 0x1p-44;
-            }
-            bool open = static_cast<double>(total) <= target + doubt;
-            u64 needed = 0;
-            [[maybe_unused]] u64 through = 0;
-            for (int i = first; i < last; ++i) {
-                const double past = static_cast<double>(before) - target;
-                if (i > 0 && fabs(past) <= doubt) open = true;
-                before += units(value_of(key_of_entry(sorted[i])), scale, work.table);
-                if (i == 0 || past < 0.0) ++needed, through = before;
-            }
-            if (__syncthreads_or(!whole && open)) return leave_open(p, row, filters, scale);
-            kept = static_cast<int>(reduce_block(Number{needed}).sum);
-#if MASS
-            __syncthreads();
-            if (kept > first && kept <= last) work.kept = through;
-            __syncthreads();
-            kept_mass = work.kept;
-#endif
+    // What min-p keeps of them, in bins
+    const int threshold = key_of(work.threshold), lowest = filters.min_p ? max(threshold, work.cut) : threshold;
+    const int shift = max(0, 32 - __clz(static_cast<u32>(key_of(peak)) - static_cast<u32>(lowest)) - 9);
+    u64 my_mass = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int key = key_of_entry(mine[i]);
+        if (key < lowest || !mine[i]) {
+            mine[i] = 0;
+            continue;
         }
+        if (filters.top_k || filters.top_p) atomicAdd(&work.bins[(static_cast<u32>(key) - static_cast<u32>(lowest)) >> shift], 1);
+        if ((filters.top_p || MASS) && !filters.top_k) my_mass += units(value_of(key), scale, work.table);
+    }
+    u64 kept_mass = reduce_block(Number{my_mass}).sum;
+    if (!filters.top_k && !filters.top_p && (work.threshold == LOWEST_LOGIT || work.cut >= threshold)) {
+        Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (mine[i]) keep_better(best, score_entry(mine[i], stream, spread));
+        return write_result(p, row, best, peak, request.temperature, kept_mass);
     }
 
-    // The draw
-    const Stream stream = row_stream(p, row);
-    const float spread = row_spread(request.temperature);
-    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
-    for (int i = threadIdx.x; i < kept; i += THREADS) {
-        const float logit = value_of(key_of_entry(sorted[i]));
-        keep_better(best, winner_of(make_float2(logit, __int_as_float(id_of_entry(sorted[i]))), stream, spread));
+    // The bin that holds the last of what is kept, as it seems
+    const int bin = THREADS - 1 - threadIdx.x;  // from the top
+    const float upper = value_of(min(key_of(peak), static_cast<int>(static_cast<u32>(lowest) + (static_cast<u32>(bin) << shift) + ((1u << shift) - 1))));
+    const u32 in_bin = work.bins[bin];
+    const float share = upper < peak ? exp2_approx((upper - peak) * scale.slope) : 1.0f;
+    const Running running = scan_block(Binned{in_bin, in_bin ? in_bin * share : 0.0f});
+    const int found = running.total.count;
+    const bool whole = work.threshold == LOWEST_LOGIT || (filters.min_p && work.cut >= threshold) || (filters.top_k && request.top_k <= found);
+    if (!whole && !(filters.mass_of_all() && work.agreed)) return leave_open(p, row, filters, scale);
+    int kept = filters.top_k ? static_cast<int>(min(static_cast<i64>(found), request.top_k)) : found;
+    const double unit = exp((static_cast<double>(work.threshold) - peak) / request.temperature) * 0x1p40;
+    const double rest = whole ? 0.0 : work.rest * unit;
+    const float sought = filters.top_k ? static_cast<float>(kept) : SLACK * static_cast<float>(request.top_p) * (running.total.measure + static_cast<float>(rest * 0x1p-40));
+    const float past = filters.top_k ? running.through.count - in_bin : running.through.measure - in_bin * share;
+    // A bin below it is taken as well: shares of bins are rough
+    const bool last = past < sought;
+    const int taken = __syncthreads_count(last);  // so many bins from the top
+    const int least = static_cast<int>(static_cast<u32>(lowest) + (static_cast<u32>(max(0, THREADS - taken - (filters.top_k ? 0 : 1))) << shift));
+
+    u32 count = 0;
+    for (bool all = false;; all = true) {
+        if (threadIdx.x == 0) work.listed = 0;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (mine[i] && (all || key_of_entry(mine[i]) >= least)) sorted[atomicAdd(&work.listed, 1)] = mine[i];
+        __syncthreads();
+        count = work.listed;
+        int size = 64;
+        while (size < count) size *= 2;
+        for (int i = count + threadIdx.x; i < size; i += THREADS) sorted[i] = 0;
+        __syncthreads();
+        sort(size);
+        if (!filters.top_p && !MASS) break;
+
+        // What top-p keeps of that: each thread has neighbours
+        const int among = min(static_cast<int>(count), kept), each = (among + THREADS - 1) / THREADS, first = min(among, each * static_cast<int>(threadIdx.x)), end = min(among, first + each);
+        u64 sum = 0, total;
+        for (int i = first; i < end; ++i) sum += units(value_of(key_of_entry(sorted[i])), scale, work.table);
+        u64 before = scan_block(sum, total) - sum;
+        if (filters.top_k) kept_mass = total;
+        if (!filters.top_p) break;
+        const double of = static_cast<double>(kept_mass) + rest, target = fmax(request.top_p * of, 0.5);
+        const double doubt = whole ? 0.0 : request.top_p * (rest * REST_ERROR + unit * REST_LEAST + 0.5 * p.V) + of * 0x1p-44;
+        if (!(static_cast<double>(total) > target + doubt) && !(whole && among == kept)) {
+            if (among == kept) return leave_open(p, row, filters, scale);  // not even all of them reach it
+            continue;
+        }
+        u64 needed = 0;
+        [[maybe_unused]] u64 through = 0;
+        bool open = false;
+        for (int i = first; i < end; ++i) {
+            const double over = static_cast<double>(before) - target;
+            open |= i > 0 && !whole && fabs(over) <= doubt;
+            before += units(value_of(key_of_entry(sorted[i])), scale, work.table);
+            if (i == 0 || over < 0.0) ++needed, through = before;
+        }
+        if (__syncthreads_or(open)) return leave_open(p, row, filters, scale);
+        kept = static_cast<int>(reduce_block(Number{needed}).sum);
+#if MASS
+        __syncthreads();
+        if (kept > first && kept <= end) work.kept = through;
+        __syncthreads();
+        kept_mass = work.kept;
+#endif
+        break;
     }
-    best = reduce_block(Best{best}).candidate;
-    if (threadIdx.x == 0) write_filtered(p, row, best, peak, request.temperature, kept_mass);
-    if (warp == 0) write_raw(p, row, best.logit);
+
+    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+    for (int i = threadIdx.x; i < kept; i += THREADS) keep_better(best, score_entry(sorted[i], stream, spread));
+    write_result(p, row, best, peak, request.temperature, kept_mass);
 }

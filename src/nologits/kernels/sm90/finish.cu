@@ -2,9 +2,12 @@
 // logits are made again, as often as it takes, and never stored.
 //
 //     BY_COUNT, BY_MASS   a sweep adds up what the row keeps at most, in 2,048 bins of the range that holds the boundary; the bin that
-//                         reaches the target is the next range. Three sweeps tell keys of 32 bits apart
-//     BY_ID               the same for the ids of the boundary's copies, where only some of them are kept
-//     DRAWING             a sweep draws from what lies inside the boundary
+//                         reaches the target is the next range
+//     COLLECTING          few logits are left in the range: a sweep lists them, and draws from what lies above
+//     BY_ID               many are, all copies of one: the bins are ids'
+//     DRAWING             the boundary is known: a sweep draws from what it keeps
+//
+// A wide nucleus takes two sweeps.
 //
 // Counts and masses are whole numbers (share.cuh), so nothing depends on the order in which blocks add them.
 //
@@ -27,7 +30,9 @@
 constexpr int PITCH = TILE_V + 4;    // of a row of the tile in shared memory; lanes write to different banks
 constexpr int WARP_ROWS = 16;
 constexpr int KEPT = BINS;           // where a row's kept mass is added up, behind its bins
-constexpr int DRAWN = BINS + 2;      // and where its winners are left, two words each
+constexpr int COUNT = BINS + 1;      // how many are listed
+constexpr int DRAWN = BINS + 2;      // where its winners are left, two words each
+constexpr int LISTED = 1024, LIST = CAPACITY - LISTED;
 constexpr int BLOCK_THREADS = CONSUMER_THREADS + 32;  // that tell each other when to go on
 
 struct Workspace {
@@ -42,36 +47,49 @@ struct Workspace {
     u32 any[2];  // rows of the group are open
 };
 static_assert(sizeof(Workspace) <= 112 << 10, "as much as the launcher gives");
+static_assert(sizeof(float[2][WARP_ROWS][PITCH]) >= 2 * LISTED * sizeof(Entry), "a list fits in the tiles of two warps");
 
 __device__ __forceinline__ Entry* words_of(const Params& p, int row) { return p.entries + static_cast<i64>(row) * CAPACITY; }
 
 __device__ __forceinline__ int shift_of(u32 span) { return max(0, 32 - __clz(span) - 11); }
 
+__device__ __forceinline__ int key_shift(const OpenRow& open) { return shift_of(static_cast<u32>(open.last) - static_cast<u32>(open.first)); }
+
+// Grows with the key.
+__device__ __forceinline__ int bin_of(const OpenRow& open, int key) {
+    if (open.inverse > 0.0f) return max(0, min(BINS - 1, static_cast<int>((value_of(key) - open.low) * open.inverse)));
+    return (static_cast<u32>(key) - static_cast<u32>(open.first)) >> key_shift(open);
+}
+
 // ---- a row's part of a tile, by one warp; a lane has the four ids of a noise group
 
-__device__ __forceinline__ void add_bins(const OpenRow& open, const Scale& scale, const double (&table)[PARTS], u64* bins, const float (&x)[4], int id) {
-    const int shift = open.mode == BY_ID ? shift_of(open.id_last - open.id_first) : shift_of(static_cast<u32>(open.last) - static_cast<u32>(open.first));
+__device__ __forceinline__ void add_bins(const OpenRow& open, const Scale& scale, const double (&table)[PARTS], u64* words, const float (&x)[4], int id) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
         const int key = key_of(x[w]), mine = id + word_offset(w);
         if (key < open.first || key > open.last || !open.floor.keeps(key, mine)) continue;
-        if (open.mode == BY_ID) {
-            if (mine >= open.id_first && mine <= open.id_last) atomicAdd(&bins[BINS - 1 - ((mine - open.id_first) >> shift)], 1ull);
+        if (open.mode == COLLECTING) {
+            const u64 place = atomicAdd(&words[COUNT], 1ull);
+            if (place < LISTED) words[LIST + place] = make_entry(key, mine);
+        } else if (open.mode == BY_ID) {
+            if (mine >= open.id_first && mine <= open.id_last) atomicAdd(&words[BINS - 1 - ((mine - open.id_first) >> shift_of(open.id_last - open.id_first))], 1ull);
         } else {
             const u64 each = open.mode == BY_MASS ? units(x[w], scale, table) : 1;
-            if (each) atomicAdd(&bins[(static_cast<u32>(key) - static_cast<u32>(open.first)) >> shift], each);
+            if (each) atomicAdd(&words[bin_of(open, key)], each);
         }
     }
 }
 
+// Draws from what is kept above the key `over`.
 __device__ __forceinline__ void draw_row(const OpenRow& open, const Scale& scale, const double (&table)[PARTS], const Stream& stream, float spread,
-                                         const float (&x)[4], int id, Candidate& row_best, u64& row_kept) {
+                                         const float (&x)[4], int id, int over, Candidate& row_best, u64& row_kept) {
     Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
     u64 kept = 0;
     bool keep[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-        keep[w] = open.floor.keeps(key_of(x[w]), id + word_offset(w));
+        const int key = key_of(x[w]);
+        keep[w] = key > over && open.floor.keeps(key, id + word_offset(w));
         if (MASS && keep[w]) kept += units(x[w], scale, table);
     }
     if (keep[0] || keep[1] || keep[2] || keep[3]) {
@@ -144,10 +162,10 @@ __device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0
             float logits[4];
 #pragma unroll
             for (int w = 0; w < 4; ++w) logits[w] = tile[r][first + word_offset(w)];
-            if (open.mode == DRAWING)
-                draw_row(open, work.scale[row], work.table[row], work.stream[row], work.spread[row], logits, id, work.best[warp][r], work.kept[warp][r]);
-            else
-                add_bins(open, work.scale[row], work.table[row], words_of(p, row0 + row), logits, id);
+            if (open.mode != DRAWING) add_bins(open, work.scale[row], work.table[row], words_of(p, row0 + row), logits, id);
+            if (open.mode >= COLLECTING)
+                draw_row(open, work.scale[row], work.table[row], work.stream[row], work.spread[row], logits, id, open.mode == DRAWING ? LOWEST_KEY : open.last,
+                         work.best[warp][r], work.kept[warp][r]);
         }
         __syncwarp();
     }
@@ -161,7 +179,7 @@ __device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0
         barrier_wait(turn + 8 * warpgroup, turn_parity);
         turn_parity ^= 1;
     }
-    if (lane < WARP_ROWS && work.open[warp_row + lane].mode == DRAWING) {
+    if (lane < WARP_ROWS && work.open[warp_row + lane].mode >= COLLECTING) {
         Entry* const words = words_of(p, row0 + warp_row + lane);
         const Candidate best = work.best[warp][lane];
         Entry* const mine = words + DRAWN + 2 * (2 * blockIdx.y + warpgroup);
@@ -183,16 +201,30 @@ __device__ __forceinline__ u64 words_through(u64 mine) {
 }
 
 // The row keeps what `floor` keeps: is that all, or is there a top-p of it?
-__device__ __forceinline__ void go_on(OpenRow& open, const Filters& filters, const Scale& scale) {
-    if (filters.top_p && open.mode != BY_MASS && !(open.mode == BY_ID && open.weighed)) {
-        open.mode = BY_MASS;
-        open.first = max(open.floor.key, key_of(scale.lowest));
-        open.last = key_of(scale.peak);
-        open.above = 0;
-        open.target = 0.0;
-    } else {
-        open.mode = DRAWING;
-    }
+__device__ __forceinline__ void go_on(const Params& p, OpenRow& open, const Request& request, const Filters& filters, const Scale& scale) {
+    if (filters.top_p && !open.weighed) begin_mass(p, open, request, scale, scale.peak);
+    else open.mode = DRAWING;
+}
+
+__device__ __forceinline__ void empty_words(Entry* words) {
+    for (int i = threadIdx.x & 31; i < CAPACITY; i += 32) words[i] = 0;
+}
+
+// The range's keys that a bin has.
+__device__ __forceinline__ void enter_bin(OpenRow& open, int bin) {
+    const OpenRow range = open;
+    auto first_in = [&](int from) {  // first key of that bin or a later one
+        i64 low = range.first, high = static_cast<i64>(range.last) + 1;
+        while (low < high) {
+            const i64 middle = (low + high) >> 1;
+            if (bin_of(range, static_cast<int>(middle)) >= from) high = middle;
+            else low = middle + 1;
+        }
+        return low;
+    };
+    open.first = static_cast<int>(first_in(bin));
+    open.last = static_cast<int>(first_in(bin + 1) - 1);
+    open.inverse = 0.0f;
 }
 
 __device__ __forceinline__ void narrow(const Params& p, int row, OpenRow open, const Scale& scale, const double (&table)[PARTS]) {
@@ -220,9 +252,9 @@ __device__ __forceinline__ void narrow(const Params& p, int row, OpenRow open, c
         }
     }
     const u32 found = __ballot_sync(ALL, bin >= 0);
-    for (int i = lane; i < CAPACITY; i += 32) words[i] = 0;  // all lanes have read theirs
-    if (!found) {  // fewer tokens than top-k asks for
-        if (lane == 0) go_on(open, filters, scale);
+    empty_words(words);  // all lanes have read theirs
+    if (!found) {        // fewer tokens than top-k asks for
+        if (lane == 0) go_on(p, open, request, filters, scale);
     } else if (lane == __ffs(found) - 1) {
         open.above = before;
         if (open.mode == BY_ID) {
@@ -231,17 +263,16 @@ __device__ __forceinline__ void narrow(const Params& p, int row, OpenRow open, c
             open.id_last = min(open.id_last, open.id_first + (1 << shift) - 1);
             if (open.id_first == open.id_last) {
                 open.floor = {open.first, open.id_first};
-                go_on(open, filters, scale);
+                go_on(p, open, request, filters, scale);
             }
         } else {
-            const int shift = shift_of(static_cast<u32>(open.last) - static_cast<u32>(open.first));
-            open.first = static_cast<int>(static_cast<u32>(open.first) + (static_cast<u32>(bin) << shift));
-            if (static_cast<u32>(open.last) - static_cast<u32>(open.first) >> shift) open.last = static_cast<int>(static_cast<u32>(open.first) + (1u << shift) - 1);
-            if (open.first == open.last) {
-                const u64 each = open.mode == BY_MASS ? units(value_of(open.first), scale, table) : 1;
-                const u32 copies = measure / each, kept = copies_kept(before, each, copies, open.target);
+            enter_bin(open, bin);
+            const u64 least = open.weighed ? units(value_of(open.first), scale, table) : 1;
+            if (least && measure / least <= LISTED) {
+                open.mode = COLLECTING;
+            } else if (open.first == open.last) {
+                const u32 copies = measure / least, kept = copies_kept(before, least, copies, open.target);
                 if (kept < copies) {
-                    open.weighed = open.mode == BY_MASS;
                     open.mode = BY_ID;
                     open.id_first = 0;
                     open.id_last = p.V - 1;
@@ -249,7 +280,7 @@ __device__ __forceinline__ void narrow(const Params& p, int row, OpenRow open, c
                     open.target = kept;
                 } else {
                     if (open.first != open.floor.key) open.floor = {open.first, EVERY_ID};
-                    go_on(open, filters, scale);
+                    go_on(p, open, request, filters, scale);
                 }
             }
         }
@@ -257,20 +288,76 @@ __device__ __forceinline__ void narrow(const Params& p, int row, OpenRow open, c
     if (lane == (found ? __ffs(found) - 1 : 0)) p.open[row] = open;
 }
 
-__device__ __forceinline__ void settle(const Params& p, int row, float peak) {
+// A list's entries and their measures, on chip.
+struct List {
+    Entry* entries;
+    u64* measures;
+    int count;
+};
+
+// The last entry of a list that is kept: the largest from which on the measure reaches the target.
+__device__ __forceinline__ Entry last_kept(const OpenRow& open, const List& list) {
+    const Entry lowest = static_cast<Entry>(turned(open.first)) << 32, highest = static_cast<Entry>(turned(open.last)) << 32 | 0xFFFFFFFFu;
+    const int bits = 64 - __clzll(lowest ^ highest);
+    Entry found = bits == 64 ? 0 : lowest >> bits << bits;
+#pragma unroll 1
+    for (int bit = bits - 1; bit >= 0; --bit) {
+        const Entry from = found | 1ull << bit;
+        u64 sum = 0;
+        for (int i = threadIdx.x & 31; i < list.count; i += 32) sum += list.entries[i] >= from ? list.measures[i] : 0;
+        sum = __shfl_sync(ALL, words_through(sum), 31);
+        if (static_cast<double>(open.above + sum) >= open.target) found = from;
+    }
+    return found;
+}
+
+// The results of a row that has been drawn from: `best` and `kept` are a lane's, of what its slots lack.
+__device__ __forceinline__ void settle(const Params& p, int row, float peak, Candidate best, u64 kept) {
     const int lane = threadIdx.x & 31;
     const Entry* const words = words_of(p, row);
-    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
     for (int i = lane; i < 2 * gridDim.y; i += 32) {
         const Entry winner = __ldcg(&words[DRAWN + 2 * i]);
         keep_better(best, {turned_back(winner >> 32), static_cast<u32>(winner), __uint_as_float(static_cast<u32>(__ldcg(&words[DRAWN + 2 * i + 1])))});
     }
     best = best_of_lanes(best);
+    kept = __shfl_sync(ALL, words_through(kept), 31) + __ldcg(&words[KEPT]);
     if (lane == 0) {
-        write_filtered(p, row, best, peak, row_temperature(p, row), __ldcg(&words[KEPT]));
+        write_filtered(p, row, best, peak, row_temperature(p, row), kept);
         p.open[row].mode = SETTLED;
     }
     write_raw(p, row, best.logit);
+}
+
+// What is kept of a list, and the row's results, or what comes next.
+__device__ __forceinline__ void settle_list(const Params& p, int row, OpenRow open, const Scale& scale, const double (&table)[PARTS], const Stream& stream, float spread, List list) {
+    const int lane = threadIdx.x & 31;
+    Entry* const words = words_of(p, row);
+    list.count = min(static_cast<int>(__ldcg(&words[COUNT])), LISTED);
+    for (int i = lane; i < list.count; i += 32) {
+        list.entries[i] = __ldcg(&words[LIST + i]);
+        list.measures[i] = open.weighed ? units(value_of(key_of_entry(list.entries[i])), scale, table) : 1;
+    }
+    __syncwarp();
+    const Entry last = last_kept(open, list);
+    const Request request = request_of(p, row);
+    const Filters filters(request, p.V);
+    if (filters.top_p && !open.weighed) {
+        empty_words(words);
+        open.floor = {key_of_entry(last), id_of_entry(last)};
+        begin_mass(p, open, request, scale, scale.peak);
+        if (lane == 0) p.open[row] = open;
+        return;
+    }
+    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+    u64 kept = 0;
+    for (int i = lane; i < list.count; i += 32) {
+        const Entry entry = list.entries[i];
+        if (entry < last) continue;
+        const float logit = value_of(key_of_entry(entry));
+        keep_better(best, winner_of(make_float2(logit, __int_as_float(id_of_entry(entry))), stream, spread));
+        if (MASS) kept += units(logit, scale, table);
+    }
+    settle(p, row, scale.peak, best, kept);
 }
 
 // ---- all blocks together
@@ -359,9 +446,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
                 if (!any) break;
                 sweep(p, work, row0, stages, full, empty, turn, ring, turn_parity);
                 grid_barrier(&p.progress[1], arrived);
-                for (int r = blockIdx.y + warp * gridDim.y; r < ROWS; r += 8 * gridDim.y) {
-                    if (work.open[r].mode == DRAWING) settle(p, row0 + r, work.scale[r].peak);
-                    else if (work.open[r].mode != SETTLED) narrow(p, row0 + r, work.open[r], work.scale[r], work.table[r]);
+                // Every other warp, for a list takes the tiles of two
+                for (int r = blockIdx.y + warp / 2 * gridDim.y; warp % 2 == 0 && r < ROWS; r += 4 * gridDim.y) {
+                    const OpenRow& open = work.open[r];
+                    Entry* const list = reinterpret_cast<Entry*>(work.tile[warp]);
+                    if (open.mode == DRAWING) settle(p, row0 + r, work.scale[r].peak, {NOTHING_ORDER, NO_TOKEN, 0.0f}, 0);
+                    else if (open.mode == COLLECTING) settle_list(p, row0 + r, open, work.scale[r], work.table[r], work.stream[r], work.spread[r], {list, list + LISTED, 0});
+                    else if (open.mode != SETTLED) narrow(p, row0 + r, open, work.scale[r], work.table[r]);
                 }
                 grid_barrier(&p.progress[1], arrived);
             }

@@ -2,18 +2,19 @@
 #pragma once
 #include "order.cuh"
 
-// What the next sweep over an open row is for.
-enum Mode { SETTLED, BY_COUNT, BY_MASS, BY_ID, DRAWING };
+// What the next sweep over an open row is for (finish.cu).
+enum Mode { SETTLED, BY_COUNT, BY_MASS, BY_ID, COLLECTING, DRAWING };
 
-// A row whose kept set its candidates do not settle (finish.cu).
+// A row whose kept set its candidates do not settle.
 struct alignas(16) OpenRow {
     int mode;
-    Boundary floor;      // what is known to be kept, at most
-    int first, last;     // keys between which the boundary lies, or its ids where `id_first` <= `id_last`
-    int id_first, id_last;
-    int weighed;         // while the last id is looked for: it is top-p's
-    u64 above;           // measure of what is kept and comes before
-    double target;       // the measure that reaches the boundary; 0 while it is not known
+    Boundary floor;        // what is known to be kept, at most
+    int first, last;       // keys between which the boundary lies
+    int id_first, id_last; // BY_ID: ids between which the last of its copies lies
+    int weighed;           // the boundary is top-p's: measures are masses
+    float low, inverse;    // where bins begin, and how many there are to one logit; 0: they are equal in keys
+    u64 above;             // measure of what is kept and comes before
+    double target;         // the measure that reaches the boundary; 0 while it is not known
 };
 
 constexpr int CAPACITY = 4096;  // candidates of a row that there is room for; or words of an open row

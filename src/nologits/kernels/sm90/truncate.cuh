@@ -176,24 +176,28 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
             }
         }
         reached &= ~taken;
-        for (int i = 0; taken; ++i, taken &= taken - 1) {
-            const int slot = __ffs(taken) - 1;
-            const bool second = slot & 1;
-            const int row = second ? rows[1].row : rows[0].row;
-            const float threshold = thresholds[second ? 8 : 0];
-            const float4 four = staged[i * 32];
-            const float logit[4] = {four.x, four.y, four.z, four.w};
-            u32 found = 0;
+        auto each_taken = [&](auto step) {
+            u32 left = taken;
+            for (int i = 0; left; ++i, left &= left - 1) {
+                const int slot = __ffs(left) - 1;
+                const float threshold = thresholds[slot & 1 ? 8 : 0];
+                const float4 four = staged[i * 32];
+                const float logit[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int w = 0; w < 4; ++w) found += !(logit[w] < threshold);
-            u32 place = atomicAdd(&p.gathered[row], found);
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                if (logit[w] < threshold) continue;
-                if (place < CAPACITY) p.entries[static_cast<i64>(row) * CAPACITY + place] = make_entry(key_of(logit[w]), v0 + group_offset(slot >> 1) + word_offset(w));
-                ++place;
+                for (int w = 0; w < 4; ++w)
+                    if (!(logit[w] < threshold)) step(slot, w, logit[w]);
             }
-        }
+        };
+        u32 found[2] = {0, 0}, place[2] = {0, 0};
+        each_taken([&](int slot, int, float) { (slot & 1 ? found[1] : found[0]) += 1; });
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            if (found[h]) place[h] = atomicAdd(&p.gathered[rows[h].row], found[h]);
+        each_taken([&](int slot, int w, float logit) {
+            const u32 at = slot & 1 ? place[1]++ : place[0]++;
+            const int row = slot & 1 ? rows[1].row : rows[0].row;
+            if (at < CAPACITY) p.entries[static_cast<i64>(row) * CAPACITY + at] = make_entry(key_of(logit), v0 + group_offset(slot >> 1) + word_offset(w));
+        });
         __syncwarp();
     }
 }

@@ -1,6 +1,7 @@
 // What the kernels after the matmul make of a row's slots: the winner, and the row's mass.
 #pragma once
 #include "params.cuh"
+#include "request.cuh"
 
 // The winner of a slot: its score is made again from its logit and token, bit for bit.
 __device__ __forceinline__ Candidate winner_of(float2 slot, const Stream& stream, float spread) {
@@ -59,4 +60,18 @@ __device__ __forceinline__ void write_raw(const Params& p, int row, float logit)
     const float total = log_total_of_warp(p.raw_masses + static_cast<i64>(row) * p.mass_tiles, p.mass_tiles, logit, LOG2E);
     if ((threadIdx.x & 31) == 0) p.raw_logprobs[row] = logit == infinity() ? 0.0f : -total;
 #endif
+}
+
+// Has top-p's boundary looked for, at first in bins that are equal in logits: below, all of a row together has less than the share 1 - p;
+// above `high` it does not lie.
+__device__ __forceinline__ void begin_mass(const Params& p, OpenRow& open, const Request& request, const Scale& scale, float high) {
+    open.mode = BY_MASS;
+    open.weighed = 1;
+    open.first = max(open.floor.key, key_of(scale.lowest));
+    open.last = key_of(scale.peak);
+    open.above = 0;
+    open.target = 0.0;
+    open.low = scale.peak - request.temperature * logf(2.0f * p.V / static_cast<float>(fmax(1.0 - request.top_p, 1e-13)));
+    open.inverse = BINS / (high - open.low);
+    if (!(open.inverse > 0.0f && open.inverse < 1e30f)) open.inverse = 0.0f;
 }
