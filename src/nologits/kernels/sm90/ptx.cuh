@@ -114,6 +114,13 @@ __device__ __forceinline__ void named_barrier_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(threads) : "memory");
 }
 
+// Low word of the multiprocessor's counter.
+__device__ __forceinline__ u32 clock_cycles() {
+    u32 cycles;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles));
+    return cycles;
+}
+
 // ---- registers
 
 template <int count>

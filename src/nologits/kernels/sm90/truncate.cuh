@@ -33,9 +33,9 @@ __device__ __forceinline__ void tell(u32* word, float logit) {
 // Calls ask() until it says, in all lanes, that it knows enough, or for long enough.
 template <typename Ask>
 __device__ __forceinline__ void be_patient(u32 cycles, Ask ask) {
-    const u32 start = clock();
+    const u32 start = clock_cycles();
     while (!__all_sync(ALL, ask())) {
-        if (__any_sync(ALL, static_cast<u32>(clock()) - start > cycles)) break;
+        if (__any_sync(ALL, clock_cycles() - start > cycles)) break;
     }
 }
 
@@ -140,6 +140,20 @@ __device__ __forceinline__ void learn_thresholds(const float (&x)[SETS][IDS], co
 
 // ---- candidates
 
+// Calls step(slot, word, logit) for those of the staged logits, four to each taken slot, that are candidates.
+template <typename Step>
+__device__ __forceinline__ void each_candidate(const float4* staged, const float* thresholds, u32 taken, Step step) {
+    for (int i = 0; taken; ++i, taken &= taken - 1) {
+        const int slot = __ffs(taken) - 1;
+        const float threshold = thresholds[slot & 1 ? 8 : 0];
+        const float4 four = staged[i * 32];
+        const float logit[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            if (!(logit[w] < threshold)) step(slot, w, logit[w]);
+    }
+}
+
 // Appends the logits of a tile that reach their row's threshold; NaNs as well. `thresholds`: of the thread's first row.
 __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, Row (&rows)[2], const float* thresholds, u32* codes, int v0) {
     u32 reached = 0;
@@ -176,24 +190,12 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
             }
         }
         reached &= ~taken;
-        auto each_taken = [&](auto step) {
-            u32 left = taken;
-            for (int i = 0; left; ++i, left &= left - 1) {
-                const int slot = __ffs(left) - 1;
-                const float threshold = thresholds[slot & 1 ? 8 : 0];
-                const float4 four = staged[i * 32];
-                const float logit[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                for (int w = 0; w < 4; ++w)
-                    if (!(logit[w] < threshold)) step(slot, w, logit[w]);
-            }
-        };
         u32 found[2] = {0, 0}, place[2] = {0, 0};
-        each_taken([&](int slot, int, float) { (slot & 1 ? found[1] : found[0]) += 1; });
+        each_candidate(staged, thresholds, taken, [&](int slot, int, float) { (slot & 1 ? found[1] : found[0]) += 1; });
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (found[h]) place[h] = atomicAdd(&p.gathered[rows[h].row], found[h]);
-        each_taken([&](int slot, int w, float logit) {
+        each_candidate(staged, thresholds, taken, [&](int slot, int w, float logit) {
             const u32 at = slot & 1 ? place[1]++ : place[0]++;
             const int row = slot & 1 ? rows[1].row : rows[0].row;
             if (at < CAPACITY) p.entries[static_cast<i64>(row) * CAPACITY + at] = make_entry(key_of(logit), v0 + group_offset(slot >> 1) + word_offset(w));
