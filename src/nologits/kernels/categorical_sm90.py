@@ -37,18 +37,8 @@ _STRIDES = (
 _SIZES = ("B", "V", "D", "tiles", "mass_tiles", "slots", "box_rows", "num_biased")
 _SCALARS = ("temperature_value", "scale", "softcap")
 _FILTER_POINTERS = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "entries",
-    "gathered",
-    "peaks",
-    "pilot",
-    "thresholds",
-    "open",
-    "progress",
-    "open_rows",
-)
+    "top_k", "top_p", "min_p", "entries", "gathered", "peaks", "pilot", "thresholds", "open", "progress", "open_rows", "rests",
+)  # fmt: skip
 _FILTER_INTEGERS = ("stride_top_k", "stride_top_p", "stride_min_p", "top_k_value")
 
 CAPACITY = 4096
@@ -99,7 +89,7 @@ def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     defines = (
         ("TURNS", int(config.turns)), ("ROWS", config.rows), ("STAGES", config.stages), ("PAIR", config.pair),
         ("CLUSTER", config.cluster), ("GREEDY", int(rows.greedy)),
-        ("FILTER", int(rows.filtered)), ("REST", int(isinstance(rows.top_p, Tensor) or rows.top_p < 1.0)),
+        ("FILTER", int(rows.filtered)), ("REST", int(_has_top_p(rows))),
         *_head_features(source, rows, mass, raw),
     )  # fmt: skip
     return load(
@@ -113,11 +103,11 @@ def finish_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool) 
     return load("finish", "finish_rows", _TILE_THREADS, _FINISH_BYTES, defines, _index(source.device))
 
 
-def choose_kernel(device: torch.device, mass: bool, raw: bool) -> Kernel:
-    """The kernel that draws from candidates."""
-    return load(
-        "choose", "choose_tokens", _CHOOSE_THREADS, _SORTED_BYTES, (("MASS", int(mass)), ("RAW", int(raw))), _index(device)
-    )
+def choose_kernel(device: torch.device, batch: int, mass: bool, raw: bool) -> Kernel:
+    """The kernel that draws from candidates: two blocks share a multiprocessor where there are more rows than those."""
+    blocks = 1 if batch <= multiprocessors(device) else 2
+    defines = (("BLOCKS", blocks), ("MASS", int(mass)), ("RAW", int(raw)))
+    return load("choose", "choose_tokens", _CHOOSE_THREADS, _SORTED_BYTES, defines, _index(device))
 
 
 def merge_kernel(device: torch.device, greedy: bool, mass: bool, raw: bool) -> Kernel:
@@ -179,7 +169,7 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         if not rows.filtered:
             merge_kernel(device, rows.greedy, mass, raw).launch((batch, 1), [params], device, dependent=True)
             return out
-        choose_kernel(device, mass, raw).launch((batch, 1), [params], device, dependent=True)
+        choose_kernel(device, batch, mass, raw).launch((batch, 1), [params], device, dependent=True)
         finish = Params.from_buffer_copy(params)
         finish.tiles, finish.box_rows = -(-vocab // _FINISH_CONFIG.tile), min(_FINISH_CONFIG.rows, box_rows)
         maps = [tensor_map(head.weight, _FINISH_CONFIG.tile, TILE_D), tensor_map(hidden, finish.box_rows, TILE_D)]
@@ -201,11 +191,16 @@ def _filter_arguments(
     for name, tensor in tensors.items():
         numbers |= {f"stride_{name}": tensor.stride(0), f"{name}_wide": int(tensor.element_size() == 8)}
     scratch = {
+        "rests": torch.empty(batch, slots, dtype=torch.float64, device=device) if _has_top_p(rows) else None,
         "entries": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device),
         "open": torch.empty(batch, _OPEN_WORDS, dtype=torch.int64, device=device),
         "open_rows": open_rows(device),
     }
     return {**tensors, **scratch, **dict(zip(sizes, zeros, strict=True))}, numbers
+
+
+def _has_top_p(rows: RowParams) -> bool:
+    return isinstance(rows.top_p, Tensor) or rows.top_p < 1.0
 
 
 def _head_features(source: HiddenSource, rows: RowParams, mass: bool, raw: bool) -> Defines:

@@ -29,19 +29,24 @@
 // What a block has of a row, with what its other warpgroup has: the better winner, or the sum of rests.
 __device__ __forceinline__ void join(Row& row, const Candidate& other) {
 #if FILTER
-    if (!row.drawn) {
-        row.best.logit += other.logit;
-        return;
-    }
+    if (!row.drawn) return set_rest(row.best, rest_of(row.best) + rest_of(other));
 #endif
     keep_better(row.best, other);
 }
 
-__device__ __forceinline__ float2 result_of(const Row& row, float threshold) {
+// The slot's winner; or the threshold, and the rest below it.
+__device__ __forceinline__ void store_slot(const Params& p, const Row& row, const float* thresholds) {
+    const i64 slot = static_cast<i64>(row.row) * gridDim.y + blockIdx.y;
+    float2 winner = make_float2(row.best.logit, __uint_as_float(row.best.token));
 #if FILTER
-    if (!row.drawn) return make_float2(threshold, row.best.logit);
+    if (!row.drawn) {
+        winner.x = thresholds[row.row - blockIdx.x * ROWS];
+#if REST
+        p.rests[slot] = rest_of(row.best);
 #endif
-    return make_float2(row.best.logit, __uint_as_float(row.best.token));
+    }
+#endif
+    p.winners[slot] = winner;
 }
 
 // All that is left to make of a tile's bounds.
@@ -137,7 +142,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         for (int set = 0; set < SETS; ++set) {
             if (!rows[set][0].warp_valid) continue;
 #if REST
-            weigh_rest(x[set], rows[set], of_rows + 64 * set);
+            weigh_rest(x[set], p, rows[set], of_rows + 64 * set);
 #endif
             gather(x[set], p, rows[set], of_rows + 64 * set, codes + set * SLOTS * 32, v0);
         }
@@ -174,8 +179,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         for (int h = 0; h < 2; ++h) {
             Row& row = rows[set][h];
             if (TURNS) join(row, exchange[32 * set + 8 * h]);
-            if ((lane & 3) == 0 && row.valid)
-                p.winners[static_cast<i64>(row.row) * gridDim.y + blockIdx.y] = result_of(row, FILTER ? thresholds[row.row - blockIdx.x * ROWS] : 0.0f);
+            if ((lane & 3) == 0 && row.valid) store_slot(p, row, thresholds);
         }
     }
 }

@@ -1,7 +1,7 @@
 // What the filters keep of a row, found among its candidates, and the draw from it; and the draws of rows without filters.
 //
-// The candidates are all logits from a threshold on (truncate.cuh). A histogram says how many of the largest will do; those are sorted,
-// and every filter keeps a prefix. Whether the candidates hold all that is kept is certain if
+// The candidates are all logits from a threshold on (truncate.cuh). Filters keep a prefix of them in order; a histogram says which part
+// of that order has to be known, and only that is sorted. Whether the candidates hold all that is kept is certain if
 //
 //     min-p      its bound lies above the threshold
 //     top-k      there are at least k
@@ -13,6 +13,7 @@
 #ifndef MASS
 #define MASS 0
 #define RAW 0
+#define BLOCKS 2  // at once on a multiprocessor
 #endif
 #define GREEDY 0
 #define CLUSTER 1
@@ -37,7 +38,7 @@ __shared__ Workspace work;
 extern __shared__ __align__(16) Entry sorted[];  // CAPACITY
 
 constexpr int EACH = CAPACITY / THREADS;
-constexpr float SLACK = 1.02f;  // more mass than top-p keeps is sorted, for at first it is estimated
+constexpr float SLACK = 0.03f;  // of the mass that is sought, for at first it is estimated
 
 struct Number {
     u64 sum;
@@ -111,7 +112,7 @@ __device__ __forceinline__ void join_slots(const Params& p, int row) {
         const float2 mine = p.winners[static_cast<i64>(row) * p.slots + slot];
         lowest = fminf(lowest, mine.x);
         highest = fmaxf(highest, mine.x);
-        rest += mine.y;
+        rest += p.rests ? p.rests[static_cast<i64>(row) * p.slots + slot] : 0.0;
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) {
@@ -148,7 +149,7 @@ __device__ __forceinline__ void leave_open(const Params& p, int row, const Filte
     atomicAdd(p.open_rows, 1ull);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_tokens(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(const __grid_constant__ Params p) {
     const int row = blockIdx.x, warp = threadIdx.x >> 5;
     read_request(work.request, p, row);
     wait_for_primary();
@@ -217,34 +218,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_tokens(const __g
         return write_result(p, row, best, peak, request.temperature, kept_mass);
     }
 
-    // The bin that holds the last of what is kept, as it seems
+    // Where the last of what is kept seems to be: for a top-k in all bins down to it, for a top-p alone in those around it
     const int bin = THREADS - 1 - threadIdx.x;  // from the top
-    const float upper = value_of(min(key_of(peak), static_cast<int>(static_cast<u32>(lowest) + (static_cast<u32>(bin) << shift) + ((1u << shift) - 1))));
+    auto first_of = [&](int bin) { return static_cast<int>(static_cast<u32>(lowest) + (static_cast<u32>(bin) << shift)); };
     const u32 in_bin = work.bins[bin];
-    const float share = upper < peak ? exp2_approx((upper - peak) * scale.slope) : 1.0f;
-    const Running running = scan_block(Binned{in_bin, in_bin ? in_bin * share : 0.0f});
+    const float middle = value_of(first_of(bin) + (1 << shift >> 1)), share = middle < peak ? exp2_approx((middle - peak) * scale.slope) : 1.0f;
+    const Binned of_bin = {in_bin, in_bin ? in_bin * share : 0.0f};
+    const Running running = scan_block(of_bin);
     const int found = running.total.count;
     const bool whole = work.threshold == LOWEST_LOGIT || (filters.min_p && work.cut >= threshold) || (filters.top_k && request.top_k <= found);
     if (!whole && !(filters.mass_of_all() && work.agreed)) return leave_open(p, row, filters, scale);
-    int kept = filters.top_k ? static_cast<int>(min(static_cast<i64>(found), request.top_k)) : found;
-    const double unit = exp((static_cast<double>(work.threshold) - peak) / request.temperature) * 0x1p40;
-    const double rest = whole ? 0.0 : work.rest * unit;
-    const float sought = filters.top_k ? static_cast<float>(kept) : SLACK * static_cast<float>(request.top_p) * (running.total.measure + static_cast<float>(rest * 0x1p-40));
-    const float past = filters.top_k ? running.through.count - in_bin : running.through.measure - in_bin * share;
-    // A bin below it is taken as well: shares of bins are rough
-    const bool last = past < sought;
-    const int taken = __syncthreads_count(last);  // so many bins from the top
-    const int least = static_cast<int>(static_cast<u32>(lowest) + (static_cast<u32>(max(0, THREADS - taken - (filters.top_k ? 0 : 1))) << shift));
+    const int most = filters.top_k ? static_cast<int>(min(static_cast<i64>(found), request.top_k)) : found;
+    const double unit = exp((static_cast<double>(work.threshold) - peak) / request.temperature) * 0x1p40, rest = whole ? 0.0 : work.rest * unit;
+    const float sought = request.top_p * (running.total.measure + static_cast<float>(rest * 0x1p-40));
+    const bool above = !filters.top_k && running.through.measure < (1.0f - SLACK) * sought;
+    const bool inside = filters.top_k ? running.through.count - in_bin < most : running.through.measure - of_bin.measure < (1.0f + SLACK) * sought;
+    const int bins_above = __syncthreads_count(above), bins_inside = __syncthreads_count(inside);  // from the top
+    int last_listed = filters.top_k || !bins_above ? HIGHEST_KEY : first_of(THREADS - bins_above) - 1, first_listed = first_of(THREADS - bins_inside);
 
-    u32 count = 0;
+    int kept = most;           // of the list
     for (bool all = false;; all = true) {
+        if (all) last_listed = HIGHEST_KEY, first_listed = lowest;
         if (threadIdx.x == 0) work.listed = 0;
         __syncthreads();
+        u64 mass_above = 0;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (mine[i] && (all || key_of_entry(mine[i]) >= least)) sorted[atomicAdd(&work.listed, 1)] = mine[i];
+        for (int i = 0; i < EACH; ++i) {
+            const int key = key_of_entry(mine[i]);
+            if (!mine[i] || key < first_listed) continue;
+            if (key <= last_listed) sorted[atomicAdd(&work.listed, 1)] = mine[i];
+            else mass_above += units(value_of(key), scale, work.table);
+        }
+        if (!filters.top_k) mass_above = reduce_block(Number{mass_above}).sum;
         __syncthreads();
-        count = work.listed;
+        const int count = work.listed;
         int size = 64;
         while (size < count) size *= 2;
         for (int i = count + threadIdx.x; i < size; i += THREADS) sorted[i] = 0;
@@ -252,27 +259,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_tokens(const __g
         sort(size);
         if (!filters.top_p && !MASS) break;
 
-        // What top-p keeps of that: each thread has neighbours
-        const int among = min(static_cast<int>(count), kept), each = (among + THREADS - 1) / THREADS, first = min(among, each * static_cast<int>(threadIdx.x)), end = min(among, first + each);
+        // What top-p keeps of the list: each thread has neighbours
+        const int among = min(count, most), each = (among + THREADS - 1) / THREADS, first = min(among, each * static_cast<int>(threadIdx.x)), end = min(among, first + each);
         u64 sum = 0, total;
         for (int i = first; i < end; ++i) sum += units(value_of(key_of_entry(sorted[i])), scale, work.table);
-        u64 before = scan_block(sum, total) - sum;
+        u64 before = scan_block(sum, total) - sum + mass_above;
+        total += mass_above;
         if (filters.top_k) kept_mass = total;
         if (!filters.top_p) break;
         const double of = static_cast<double>(kept_mass) + rest, target = fmax(request.top_p * of, 0.5);
-        const double doubt = whole ? 0.0 : request.top_p * (rest * REST_ERROR + unit * REST_LEAST + 0.5 * p.V) + of * 0x1p-44;
-        if (!(static_cast<double>(total) > target + doubt) && !(whole && among == kept)) {
-            if (among == kept) return leave_open(p, row, filters, scale);  // not even all of them reach it
-            continue;
-        }
+        const double doubt = whole ? 0.0 : request.top_p * (rest * REST_ERROR + 0.5 * p.V) + of * 0x1p-44;
+        const bool complete = all || filters.top_k;
+        if (!complete && !(static_cast<double>(mass_above) < target - doubt && static_cast<double>(total) > target + doubt)) continue;
+        if (!whole && !(static_cast<double>(total) > target + doubt)) return leave_open(p, row, filters, scale);  // not even all of them reach it
         u64 needed = 0;
         [[maybe_unused]] u64 through = 0;
         bool open = false;
         for (int i = first; i < end; ++i) {
             const double over = static_cast<double>(before) - target;
-            open |= i > 0 && !whole && fabs(over) <= doubt;
+            open |= before && !whole && fabs(over) <= doubt;
             before += units(value_of(key_of_entry(sorted[i])), scale, work.table);
-            if (i == 0 || over < 0.0) ++needed, through = before;
+            if (over < 0.0 || (i == 0 && !mass_above)) ++needed, through = before;
         }
         if (__syncthreads_or(open)) return leave_open(p, row, filters, scale);
         kept = static_cast<int>(reduce_block(Number{needed}).sum);
@@ -287,5 +294,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_tokens(const __g
 
     Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
     for (int i = threadIdx.x; i < kept; i += THREADS) keep_better(best, score_entry(sorted[i], stream, spread));
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (mine[i] && key_of_entry(mine[i]) > last_listed) keep_better(best, score_entry(mine[i], stream, spread));
     write_result(p, row, best, peak, request.temperature, kept_mass);
 }

@@ -21,9 +21,7 @@ constexpr int CAPACITY = 4096;  // candidates of a row that there is room for; o
 constexpr int BINS = 2048;      // of those, a histogram
 
 constexpr float LOWEST_LOGIT = -3.4028234e38f;  // as a threshold: every logit above -inf is a candidate
-// How far the sum of a row's rests may be off: relative, 2^-21 of the exponential, 1.2e-7 for each power of two that it spans, up to 32 of them, and what fp32
-// loses in sums of up to 16 terms; what lies lower, in units of the threshold.
-constexpr double REST_ERROR = 1.0e-5, REST_LEAST = 1.0e-8;
+constexpr double REST_ERROR = 1.0e-9;           // of the mass of what is no candidate, relative
 
 struct Params {
     // the head and the request
@@ -58,7 +56,8 @@ struct Params {
     const void* min_p;
     // and what goes between the kernels: candidates [B, CAPACITY], how many there are [B]; order of each row's largest logit [B] and
     // of the pilot's [B, 2 slots] and of its threshold [B], with the sign turned so that 0 is none; open rows [B]; their number and what
-    // has arrived at the grid's barrier [2]; their number in all calls
+    // has arrived at the grid's barrier [2]; their number in all calls;
+    // the mass below each slot's threshold, in units of its [B, slots]
     Entry* entries;
     u32* gathered;
     u32* peaks;
@@ -67,6 +66,7 @@ struct Params {
     OpenRow* open;
     u32* progress;
     u64* open_rows;
+    double* rests;
     i64 stride_top_k, stride_top_p, stride_min_p, top_k_value;
     double top_p_value, min_p_value;
     int top_k_wide, top_p_wide, min_p_wide;
