@@ -191,7 +191,7 @@ def _filter_arguments(
     for name, tensor in tensors.items():
         numbers |= {f"stride_{name}": tensor.stride(0), f"{name}_wide": int(tensor.element_size() == 8)}
     scratch = {
-        "rests": torch.empty(batch, slots, dtype=torch.float64, device=device) if _has_top_p(rows) else None,
+        "rests": torch.empty(batch, slots, 2, dtype=torch.float64, device=device) if _has_top_p(rows) else None,
         "entries": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device),
         "open": torch.empty(batch, _OPEN_WORDS, dtype=torch.int64, device=device),
         "open_rows": open_rows(device),

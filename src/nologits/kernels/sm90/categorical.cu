@@ -42,7 +42,8 @@ __device__ __forceinline__ void store_slot(const Params& p, const Row& row, cons
     if (!row.drawn) {
         winner.x = thresholds[row.row - blockIdx.x * ROWS];
 #if REST
-        p.rests[slot] = rest_of(row.best);
+        const RowRest rest = rest_of(row.best);
+        p.rests[slot] = make_double2(rest.sum, rest.by_octave);
 #endif
     }
 #endif
@@ -142,7 +143,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         for (int set = 0; set < SETS; ++set) {
             if (!rows[set][0].warp_valid) continue;
 #if REST
-            weigh_rest(x[set], p, rows[set], of_rows + 64 * set);
+            weigh_rest(x[set], rows[set], of_rows + 64 * set);
 #endif
             gather(x[set], p, rows[set], of_rows + 64 * set, codes + set * SLOTS * 32, v0);
         }

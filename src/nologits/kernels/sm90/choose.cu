@@ -26,7 +26,7 @@
 struct Workspace {
     Request request;
     double table[PARTS];
-    double rest;      // mass below the threshold, in the threshold's units
+    double rest, doubt;  // mass below the threshold, in the threshold's units, and how far it may be off
     float threshold;  // of all blocks; the highest
     bool agreed;      // it was the same for all
     int cut;          // first key that min-p keeps
@@ -105,22 +105,35 @@ __device__ __forceinline__ void write_invalid(const Params& p, int row) {
 }
 
 // Highest threshold of all blocks, and the mass below it; by one warp.
-__device__ __forceinline__ void join_slots(const Params& p, int row) {
+__device__ __forceinline__ void join_slots(const Params& p, int row, float temperature) {
     float lowest = infinity(), highest = -infinity();
-    double rest = 0.0;
+    double sum = 0.0, by_octave = 0.0;
     for (int slot = threadIdx.x & 31; slot < p.slots; slot += 32) {
-        const float2 mine = p.winners[static_cast<i64>(row) * p.slots + slot];
-        lowest = fminf(lowest, mine.x);
-        highest = fmaxf(highest, mine.x);
-        rest += p.rests ? p.rests[static_cast<i64>(row) * p.slots + slot] : 0.0;
+        const float threshold = p.winners[static_cast<i64>(row) * p.slots + slot].x;
+        lowest = fminf(lowest, threshold);
+        highest = fmaxf(highest, threshold);
+        if (p.rests) {
+            const double2 rest = p.rests[static_cast<i64>(row) * p.slots + slot];
+            sum += rest.x;
+            by_octave += rest.y;
+        }
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) {
         lowest = fminf(lowest, __shfl_xor_sync(ALL, lowest, lanes));
         highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, lanes));
-        rest += __shfl_xor_sync(ALL, rest, lanes);
+        sum += __shfl_xor_sync(ALL, sum, lanes);
+        by_octave += __shfl_xor_sync(ALL, by_octave, lanes);
     }
-    if ((threadIdx.x & 31) == 0) work.threshold = highest, work.agreed = lowest == highest, work.rest = rest;
+    if ((threadIdx.x & 31) != 0) return;
+    // Exponents were (x inverse + offset), both factors rounded: by a share of the exponent, and by as much for all
+    const float inverse = row_inverse(temperature);
+    const double slope_error = inverse * static_cast<double>(temperature) / 1.4426950408889634 - 1.0;
+    const float offset_error = __fmaf_rn(highest, inverse, rest_offset(highest, inverse));
+    work.threshold = highest;
+    work.agreed = lowest == highest;
+    work.rest = (sum - 0.6931471805599453 * slope_error * by_octave) * exp2(-static_cast<double>(offset_error));
+    work.doubt = sum * REST_ERROR - by_octave * REST_ERROR_BY_OCTAVE;
 }
 
 __device__ __forceinline__ Candidate score_entry(Entry entry, const Stream& stream, float spread) {
@@ -144,6 +157,27 @@ __device__ __forceinline__ void leave_open(const Params& p, int row, const Filte
     open.last = key_of(scale.peak);
     open.target = static_cast<double>(work.request.top_k);
     if (filters.top_p && !filters.top_k) begin_mass(p, open, work.request, scale, overflown ? scale.peak : work.threshold);
+    p.open[row] = open;
+    atomicAdd(&p.progress[0], 1);
+    atomicAdd(p.open_rows, 1ull);
+}
+
+// Leaves a row to finish.cu whose boundary is known but for the exact mass of what is no candidate: one of the list's. Before them come
+// candidates of mass `above`, the best of which is `best`.
+__device__ __forceinline__ void leave_in_doubt(const Params& p, int row, const Scale& scale, const Candidate& best, int count, u64 above, u64 mass) {
+    Entry* const words = p.entries + static_cast<i64>(row) * CAPACITY;
+    for (int i = threadIdx.x; i < CAPACITY; i += THREADS) words[i] = i >= LIST && i < LIST + count ? sorted[i - LIST] : 0;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    words[0] = mass;
+    words[KEPT] = above;
+    words[COUNT] = count;
+    store_winner(words + DRAWN, best);
+    OpenRow open = {WEIGHING, {key_of(-infinity()), NO_ID}};
+    open.first = min(key_of(scale.lowest), key_of(work.threshold) - 1);
+    open.last = key_of(work.threshold) - 1;
+    open.weighed = 1;
+    open.above = above;
     p.open[row] = open;
     atomicAdd(&p.progress[0], 1);
     atomicAdd(p.open_rows, 1ull);
@@ -173,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(cons
     const Stream stream = row_stream(p, row);
     const float spread = row_spread(request.temperature);
     fill_table(work.table, scale);
-    if (warp == 4) join_slots(p, row);
+    if (warp == 4) join_slots(p, row, request.temperature);
     if (warp == 5 && filters.min_p) {
         const int cut = lowest_likely(scale, request.min_p, request.temperature);
         if ((threadIdx.x & 31) == 0) work.cut = cut;
@@ -268,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(cons
         if (filters.top_k) kept_mass = total;
         if (!filters.top_p) break;
         const double of = static_cast<double>(kept_mass) + rest, target = fmax(request.top_p * of, 0.5);
-        const double doubt = whole ? 0.0 : request.top_p * (rest * REST_ERROR + 0.5 * p.V) + of * 0x1p-44;
+        const double doubt = whole ? 0.0 : request.top_p * (work.doubt * unit + 0.5 * p.V) + of * 0x1p-44;
         const bool complete = all || filters.top_k;
         if (!complete && !(static_cast<double>(mass_above) < target - doubt && static_cast<double>(total) > target + doubt)) continue;
         if (!whole && !(static_cast<double>(total) > target + doubt)) return leave_open(p, row, filters, scale);  // not even all of them reach it
@@ -281,7 +315,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(cons
             before += units(value_of(key_of_entry(sorted[i])), scale, work.table);
             if (over < 0.0 || (i == 0 && !mass_above)) ++needed, through = before;
         }
-        if (__syncthreads_or(open)) return leave_open(p, row, filters, scale);
+        if (__syncthreads_or(open)) {
+            if (count > LISTED) return leave_open(p, row, filters, scale);
+            Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (mine[i] && key_of_entry(mine[i]) > last_listed) keep_better(best, score_entry(mine[i], stream, spread));
+            return leave_in_doubt(p, row, scale, reduce_block(Best{best}).candidate, count, mass_above, kept_mass);
+        }
         kept = static_cast<int>(reduce_block(Number{needed}).sum);
 #if MASS
         __syncthreads();

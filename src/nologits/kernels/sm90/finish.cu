@@ -5,6 +5,7 @@
 //                         reaches the target is the next range
 //     COLLECTING          few logits are left in the range: a sweep lists them, and draws from what lies above
 //     BY_ID               many are, all copies of one: the bins are ids'
+//     WEIGHING            the boundary is one of a few candidates: it takes the row's exact mass to say which
 //     DRAWING             the boundary is known: a sweep draws from what it keeps
 //
 // A wide nucleus takes two sweeps.
@@ -29,10 +30,6 @@
 
 constexpr int PITCH = TILE_V + 4;    // of a row of the tile in shared memory; lanes write to different banks
 constexpr int WARP_ROWS = 16;
-constexpr int KEPT = BINS;           // where a row's kept mass is added up, behind its bins
-constexpr int COUNT = BINS + 1;      // how many are listed
-constexpr int DRAWN = BINS + 2;      // where its winners are left, two words each
-constexpr int LISTED = 1024, LIST = CAPACITY - LISTED;
 constexpr int BLOCK_THREADS = CONSUMER_THREADS + 32;  // that tell each other when to go on
 
 struct Workspace {
@@ -74,8 +71,8 @@ __device__ __forceinline__ void add_bins(const OpenRow& open, const Scale& scale
         } else if (open.mode == BY_ID) {
             if (mine >= open.id_first && mine <= open.id_last) atomicAdd(&words[BINS - 1 - ((mine - open.id_first) >> shift_of(open.id_last - open.id_first))], 1ull);
         } else {
-            const u64 each = open.mode == BY_MASS ? units(x[w], scale, table) : 1;
-            if (each) atomicAdd(&words[bin_of(open, key)], each);
+            const u64 each = open.mode == BY_COUNT ? 1 : units(x[w], scale, table);
+            if (each) atomicAdd(&words[open.mode == WEIGHING ? mine & (BINS - 1) : bin_of(open, key)], each);
         }
     }
 }
@@ -182,9 +179,7 @@ __device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0
     if (lane < WARP_ROWS && work.open[warp_row + lane].mode >= COLLECTING) {
         Entry* const words = words_of(p, row0 + warp_row + lane);
         const Candidate best = work.best[warp][lane];
-        Entry* const mine = words + DRAWN + 2 * (2 * blockIdx.y + warpgroup);
-        mine[0] = static_cast<u64>(turned(best.order)) << 32 | best.token;
-        mine[1] = __float_as_uint(best.logit);
+        store_winner(words + DRAWN + 2 * (2 * blockIdx.y + warpgroup), best);
         if (MASS) atomicAdd(&words[KEPT], work.kept[warp][lane]);
     }
 }
@@ -297,7 +292,8 @@ struct List {
 
 // The last entry of a list that is kept: the largest from which on the measure reaches the target.
 __device__ __forceinline__ Entry last_kept(const OpenRow& open, const List& list) {
-    const Entry lowest = static_cast<Entry>(turned(open.first)) << 32, highest = static_cast<Entry>(turned(open.last)) << 32 | 0xFFFFFFFFu;
+    const bool weighing = open.mode == WEIGHING;  // the list lies above the range
+    const Entry lowest = weighing ? 0 : static_cast<Entry>(turned(open.first)) << 32, highest = weighing ? ~0ull : static_cast<Entry>(turned(open.last)) << 32 | 0xFFFFFFFFu;
     const int bits = 64 - __clzll(lowest ^ highest);
     Entry found = bits == 64 ? 0 : lowest >> bits << bits;
 #pragma unroll 1
@@ -315,10 +311,7 @@ __device__ __forceinline__ Entry last_kept(const OpenRow& open, const List& list
 __device__ __forceinline__ void settle(const Params& p, int row, float peak, Candidate best, u64 kept) {
     const int lane = threadIdx.x & 31;
     const Entry* const words = words_of(p, row);
-    for (int i = lane; i < 2 * gridDim.y; i += 32) {
-        const Entry winner = __ldcg(&words[DRAWN + 2 * i]);
-        keep_better(best, {turned_back(winner >> 32), static_cast<u32>(winner), __uint_as_float(static_cast<u32>(__ldcg(&words[DRAWN + 2 * i + 1])))});
-    }
+    for (int i = lane; i < 2 * gridDim.y; i += 32) keep_better(best, load_winner(words + DRAWN + 2 * i));
     best = best_of_lanes(best);
     kept = __shfl_sync(ALL, words_through(kept), 31) + __ldcg(&words[KEPT]);
     if (lane == 0) {
@@ -332,6 +325,13 @@ __device__ __forceinline__ void settle(const Params& p, int row, float peak, Can
 __device__ __forceinline__ void settle_list(const Params& p, int row, OpenRow open, const Scale& scale, const double (&table)[PARTS], const Stream& stream, float spread, List list) {
     const int lane = threadIdx.x & 31;
     Entry* const words = words_of(p, row);
+    const Request request = request_of(p, row);
+    if (open.mode == WEIGHING) {
+        u64 mass = 0;
+#pragma unroll 8
+        for (int i = lane; i < BINS; i += 32) mass += __ldcg(&words[i]);
+        open.target = fmax(request.top_p * static_cast<double>(__shfl_sync(ALL, words_through(mass), 31)), 0.5);
+    }
     list.count = min(static_cast<int>(__ldcg(&words[COUNT])), LISTED);
     for (int i = lane; i < list.count; i += 32) {
         list.entries[i] = __ldcg(&words[LIST + i]);
@@ -339,7 +339,6 @@ __device__ __forceinline__ void settle_list(const Params& p, int row, OpenRow op
     }
     __syncwarp();
     const Entry last = last_kept(open, list);
-    const Request request = request_of(p, row);
     const Filters filters(request, p.V);
     if (filters.top_p && !open.weighed) {
         empty_words(words);
@@ -451,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
                     const OpenRow& open = work.open[r];
                     Entry* const list = reinterpret_cast<Entry*>(work.tile[warp]);
                     if (open.mode == DRAWING) settle(p, row0 + r, work.scale[r].peak, {NOTHING_ORDER, NO_TOKEN, 0.0f}, 0);
-                    else if (open.mode == COLLECTING) settle_list(p, row0 + r, open, work.scale[r], work.table[r], work.stream[r], work.spread[r], {list, list + LISTED, 0});
+                    else if (open.mode == COLLECTING || open.mode == WEIGHING) settle_list(p, row0 + r, open, work.scale[r], work.table[r], work.stream[r], work.spread[r], {list, list + LISTED, 0});
                     else if (open.mode != SETTLED) narrow(p, row0 + r, open, work.scale[r], work.table[r]);
                 }
                 grid_barrier(&p.progress[1], arrived);

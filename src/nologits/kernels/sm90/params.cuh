@@ -3,7 +3,7 @@
 #include "order.cuh"
 
 // What the next sweep over an open row is for (finish.cu).
-enum Mode { SETTLED, BY_COUNT, BY_MASS, BY_ID, COLLECTING, DRAWING };
+enum Mode { SETTLED, BY_COUNT, BY_MASS, BY_ID, WEIGHING, COLLECTING, DRAWING };
 
 // A row whose kept set its candidates do not settle.
 struct alignas(16) OpenRow {
@@ -19,9 +19,24 @@ struct alignas(16) OpenRow {
 
 constexpr int CAPACITY = 4096;  // candidates of a row that there is room for; or words of an open row
 constexpr int BINS = 2048;      // of those, a histogram
+constexpr int KEPT = BINS;      // kept mass
+constexpr int COUNT = BINS + 1; // how many are listed
+constexpr int DRAWN = BINS + 2; // winners, two words each
+constexpr int LISTED = 1024, LIST = CAPACITY - LISTED;
 
 constexpr float LOWEST_LOGIT = -3.4028234e38f;  // as a threshold: every logit above -inf is a candidate
-constexpr double REST_ERROR = 1.0e-9;           // of the mass of what is no candidate, relative
+// The mass of what lies below a threshold, in units of the threshold's; and the sum of those masses times the octaves by which they are
+// less, as a negative number.
+struct RowRest {
+    double sum;
+    float by_octave;
+};
+
+// The sum may be off by so much, relative: 2^-22 by the exponential, 7 2^-24 by its additions; and by so much for each octave.
+constexpr double REST_ERROR = 6.6e-7, REST_ERROR_BY_OCTAVE = 4.4e-8;
+
+// What exponents of 2 lack: (x - threshold) inverse = x inverse + this.
+__device__ __forceinline__ float rest_offset(float threshold, float inverse) { return -(threshold * inverse); }
 
 struct Params {
     // the head and the request
@@ -57,7 +72,7 @@ struct Params {
     // and what goes between the kernels: candidates [B, CAPACITY], how many there are [B]; order of each row's largest logit [B] and
     // of the pilot's [B, 2 slots] and of its threshold [B], with the sign turned so that 0 is none; open rows [B]; their number and what
     // has arrived at the grid's barrier [2]; their number in all calls;
-    // the mass below each slot's threshold, in units of its [B, slots]
+    // the mass below each slot's threshold [B, slots]
     Entry* entries;
     u32* gathered;
     u32* peaks;
@@ -66,7 +81,7 @@ struct Params {
     OpenRow* open;
     u32* progress;
     u64* open_rows;
-    double* rests;
+    double2* rests;
     i64 stride_top_k, stride_top_p, stride_min_p, top_k_value;
     double top_p_value, min_p_value;
     int top_k_wide, top_p_wide, min_p_wide;

@@ -88,7 +88,7 @@ struct Row {
 #if FILTER
     float peak;
     bool weighs;
-    double rest;  // if it `weighs`: the mass below the threshold, in units of the threshold's
+    RowRest rest;  // if it `weighs`: the mass below the threshold
 #endif
 };
 
@@ -126,7 +126,7 @@ __device__ __forceinline__ Row make_row(const Params& p, int warp_row, int offse
     return {row, valid, warp_row < p.B, drawn, warp_drawn, row_stream(p, at), row_spread(temperature), row_inverse(temperature), LOWEST,
             {NOTHING_ORDER, NO_TOKEN, 0.0f},
 #if FILTER
-            -infinity(), valid && filters.mass_of_all(), 0.0
+            -infinity(), valid && filters.mass_of_all(), {0.0, 0.0f}
 #endif
     };
 }

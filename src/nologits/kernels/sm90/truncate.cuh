@@ -206,47 +206,38 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
 
 // ---- the mass of all that is no candidate
 
-// 2^y for y <= 0, to 1e-9 of it: the sum of a whole row then leaves less doubt than the rounding of masses to units does.
-__device__ __forceinline__ double exp2_negative(double y) {
-    constexpr double ROUNDER = 6755399441055744.0;  // 1.5 2^52: its sum with a number has that number's whole part in its last bits
-    y = fmax(y, -900.0);
-    const double rounded = y + ROUNDER, f = y - (rounded - ROUNDER);
-    // (ln 2)^k / k!
-    double power = 1.3215486790144307e-06;
-    power = fma(power, f, 1.5252733804059841e-05);
-    power = fma(power, f, 1.5403530393381609e-04);
-    power = fma(power, f, 1.3333558146428443e-03);
-    power = fma(power, f, 9.618129107628477e-03);
-    power = fma(power, f, 5.5504108664821580e-02);
-    power = fma(power, f, 2.4022650695910072e-01);
-    power = fma(power, f, 6.9314718055994531e-01);
-    power = fma(power, f, 1.0);
-    return __hiloint2double(__double2hiint(power) + (__double2loint(rounded) << 20), __double2loint(power));
+// A sum in a tree, whose rounding grows with its depth and not with its length.
+template <int count, typename Term>
+__device__ __forceinline__ float tree_sum(int first, Term term) {
+    if constexpr (count == 1) return term(first);
+    else return tree_sum<count / 2>(first, term) + tree_sum<count / 2>(first + count / 2, term);
 }
 
-__device__ __forceinline__ void weigh_rest(const float (&x)[IDS], const Params& p, Row (&rows)[2], const float* thresholds) {
+// Adds a tile's. Exponents are rounded once, by the multiply-add; what the roundings of its factors make of the sum is known (choose.cu).
+__device__ __forceinline__ void weigh_rest(const float (&x)[IDS], Row (&rows)[2], const float* thresholds) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         if (!__any_sync(ALL, rows[h].weighs)) continue;
-        const float threshold = thresholds[8 * h];
-        const double factor = 1.4426950408889634 / row_temperature(p, rows[h].valid ? rows[h].row : 0), offset = threshold;
-        double sum = 0.0;
-#pragma unroll
-        for (int i = 0; i < IDS / 2; ++i) {
-            const float logit = x[register_at(i, h)];
-            const double share = exp2_negative((static_cast<double>(logit) - offset) * factor);
-            if (logit < threshold) sum += share;
-        }
-        rows[h].rest += sum;
+        const float threshold = thresholds[8 * h], inverse = rows[h].inverse, scaled = rest_offset(threshold, inverse);
+        float by_octave = 0.0f;
+        const float sum = tree_sum<IDS / 2>(0, [&](int i) {
+            const float logit = x[register_at(i, h)], y = fmaxf(__fmaf_rn(logit, inverse, scaled), -126.0f);
+            const float share = logit < threshold ? exp2_approx(y) : 0.0f;
+            if (logit < threshold) by_octave = __fmaf_rn(share, y, by_octave);
+            return share;
+        });
+        rows[h].rest.sum += sum;
+        rows[h].rest.by_octave += by_octave;
     }
 }
 
-__device__ __forceinline__ void set_rest(Candidate& best, double rest) { best.order = __double2hiint(rest), best.token = __double2loint(rest); }
-__device__ __forceinline__ double rest_of(const Candidate& best) { return __hiloint2double(best.order, best.token); }
+__device__ __forceinline__ void set_rest(Candidate& best, const RowRest& rest) { best = {__double2hiint(rest.sum), static_cast<u32>(__double2loint(rest.sum)), rest.by_octave}; }
+__device__ __forceinline__ RowRest rest_of(const Candidate& best) { return {__hiloint2double(best.order, best.token), best.logit}; }
+__device__ __forceinline__ RowRest operator+(const RowRest& a, const RowRest& b) { return {a.sum + b.sum, a.by_octave + b.by_octave}; }
 
 // When the block is done: a row's rest in place of its winner, and its largest logit to all.
 __device__ __forceinline__ void finish_candidates(const Params& p, Row& row) {
-    const double rest = over_row(row.rest, [](double a, double b) { return a + b; });
+    const RowRest rest = {over_row(row.rest.sum, [](double a, double b) { return a + b; }), over_row(row.rest.by_octave, [](float a, float b) { return a + b; })};
     const float peak = over_row(row.peak, max_or_nan);
     if (!row.valid || row.drawn) return;
     set_rest(row.best, rest);

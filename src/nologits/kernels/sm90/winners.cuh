@@ -75,3 +75,13 @@ __device__ __forceinline__ void begin_mass(const Params& p, OpenRow& open, const
     open.inverse = BINS / (high - open.low);
     if (!(open.inverse > 0.0f && open.inverse < 1e30f)) open.inverse = 0.0f;
 }
+
+// A winner in two words.
+__device__ __forceinline__ void store_winner(Entry* words, const Candidate& best) {
+    words[0] = static_cast<u64>(turned(best.order)) << 32 | best.token;
+    words[1] = __float_as_uint(best.logit);
+}
+__device__ __forceinline__ Candidate load_winner(const Entry* words) {
+    const Entry first = __ldcg(words);
+    return {turned_back(first >> 32), static_cast<u32>(first), __uint_as_float(static_cast<u32>(__ldcg(words + 1)))};
+}
