@@ -16,13 +16,14 @@ from nologits import cli
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from nologits.bench import cases, head, peers, providers, report, suite, timing
+from nologits.bench import cases, head, modes, peers, providers, report, suite, timing
 from nologits.bench.gate import HeadGate
 
 TINY = cases.Case("tiny", 512, 32, "a test's")
 
 # The keys of the issue, written out: renaming one breaks whoever reads the files.
 KEYS = ["case", "V", "D", "B", "provider", "mode", "us", "p20_us", "p80_us", "ratio_to_matmul", "extra_bytes"]
+EXTRA_KEYS = ["gbps", "tflops", "bandwidth_share", "speedup", "captured", "fallback_rows"]
 HEADER = ["schema", "suite", "gpu", "driver", "torch", "triton", "commit", "date"]
 PUBLISHED = {
     "small": (151_936, 4_096),
@@ -43,8 +44,8 @@ def tiny_inputs(batch=5, mode="plain"):
     return cases.make_inputs(cases.make_weight(TINY, "cpu"), batch, mode)
 
 
-def draw(inputs, impl="torch", logprobs=False):
-    return inputs.head.sample(inputs.hidden, inputs.params, impl=impl, logprobs=logprobs)
+def draw(inputs, impl="torch", logprobs=False, top_logprobs=0):
+    return inputs.head.sample(inputs.hidden, inputs.params, impl=impl, logprobs=logprobs, top_logprobs=top_logprobs)
 
 
 def cell(case, batch=1, mode="plain"):
@@ -83,7 +84,7 @@ class TestCases:
         assert len(set(inputs.params.seed.tolist())) == 64
         assert not torch.equal(draw(inputs).tokens, draw(tiny_inputs(64, "greedy")).tokens)
 
-    @pytest.mark.parametrize("mode", cases.MODES)
+    @pytest.mark.parametrize("mode", modes.MODES)
     def test_the_draws_leave_torchs_generator_alone(self, mode):
         params = tiny_inputs(4, mode).params
         assert (params.seed.dtype, params.position.dtype) == (torch.uint64, torch.int64)
@@ -99,12 +100,12 @@ class TestCases:
 
 
 class TestGate:
-    @pytest.mark.parametrize("mode", cases.MODES)
+    @pytest.mark.parametrize("mode", modes.MODES)
     def test_a_right_sampler_passes(self, mode):
         inputs = tiny_inputs(16, mode)
-        assert HeadGate(inputs, mode).check("ours", draw(inputs, logprobs="processed" if mode == "logprobs" else False)) is None
+        assert HeadGate(inputs, mode).check("ours", draw(inputs, **modes.MODES[mode].results)) is None
 
-    @pytest.mark.parametrize("mode", cases.MODES)
+    @pytest.mark.parametrize("mode", modes.MODES)
     @pytest.mark.parametrize("batch", [1, 40])
     def test_one_wrong_token_is_refused(self, mode, batch):
         inputs = tiny_inputs(batch, mode)
@@ -157,6 +158,7 @@ class TestProviders:
         assert set(providers.PROVIDERS) == {
             *("nologits-hopper", "nologits-triton", "matmul", "multinomial", "multinomial-compiled"),
             *("flashinfer-gumbel", "flashinfer-topk-topp", "flashsampling"),
+            *("matmul-nologits", "matmul-vllm-qrita", "matmul-flashinfer"),
         }
 
     def test_an_implementation_that_cannot_run_is_skipped_with_its_reason(self):
@@ -188,7 +190,7 @@ class TestProviders:
         calls, reasons, _ = prepare(tiny_inputs(), ["matmul", "flashsampling"])
         assert (list(calls), reasons) == (["matmul"], {"flashsampling": "RuntimeError: Ninja build failed."})
 
-    @pytest.mark.parametrize("mode", cases.MODES)
+    @pytest.mark.parametrize("mode", modes.UNFILTERED)
     def test_the_textbook(self, mode):
         inputs = tiny_inputs(6, mode)
         logits = (inputs.hidden @ inputs.weight.T).float()
@@ -275,7 +277,7 @@ class TestRecord:
         assert list(record)[-1] == "rows"
         for row in record["rows"]:
             assert list(row)[: len(KEYS)] == KEYS
-            assert list(row)[len(KEYS) :] == list(head.EXTRA_KEYS)
+            assert list(row)[len(KEYS) :] == EXTRA_KEYS
 
     def test_values(self):
         us = {"matmul": 100.0, "nologits-triton": 120.0, "multinomial": 300.0, "flashsampling": 180.0}
@@ -323,16 +325,19 @@ class TestRecord:
         """The cells, the gate, the skips, the rows."""
         monkeypatch.delenv(peers.FLASHSAMPLING, raising=False)
         peers.flashsampling_kernel.cache_clear()
-        names = ["matmul", "nologits-hopper", "nologits-triton", "multinomial", "flashsampling"]
+        names = ["matmul", "nologits-hopper", "nologits-triton", "multinomial", "flashsampling", "matmul-nologits"]
         notes, cells, record = [], [], {}
-        plan = suite.Plan(["tiny"], [1, 3], list(cases.MODES), names)
+        plan = suite.Plan(["tiny"], [1, 3], list(modes.MODES), names)
         suite.run(head.SUITE, plan, record, notes.append, cells.append)
-        assert len(cells) == plan.cells == 6
+        assert len(cells) == plan.cells == 2 * (3 + 5 + 1 + 3)
         assert cells[0] == "tiny, B = 1, plain"
         assert list(record)[:8] == HEADER
-        assert [row["provider"] for row in record["rows"]] == ["matmul", "nologits-triton", "multinomial"] * 6
-        assert {(row["B"], row["mode"]) for row in record["rows"]} == {(b, m) for b in (1, 3) for m in cases.MODES}
-        assert len(record["skipped"]) == len(notes) == 6  # two providers in three modes, told once and not a batch size each
+        for mode in modes.MODES:
+            measured = [row["provider"] for row in record["rows"] if row["mode"] == mode]
+            peer = "multinomial" if mode in modes.UNFILTERED else "matmul-nologits"
+            assert measured == ["matmul", "nologits-triton", peer] * 2
+        assert {(row["B"], row["mode"]) for row in record["rows"]} == {(b, m) for b in (1, 3) for m in modes.MODES}
+        assert len(record["skipped"]) == len(notes) == 36  # three providers in each mode, told once and not a batch size each
         json.dumps(record, allow_nan=False)
 
     @pytest.mark.parametrize("error", [RuntimeError("a bug\nof ours"), KeyboardInterrupt()])
@@ -454,8 +459,9 @@ class TestPlots:
 
     def test_every_provider_has_a_colour_and_marker_of_its_own(self):
         from nologits.bench.filter_providers import FILTER_PROVIDERS
-        from nologits.bench.plots import FILTER_STYLES, HEAD_STYLES
+        from nologits.bench.plots import _MODES, FILTER_STYLES, HEAD_STYLES
 
+        assert set(_MODES) == {*modes.MODES, *modes.FILTER_MODES}
         for styles, known in ((HEAD_STYLES, providers.PROVIDERS), (FILTER_STYLES, FILTER_PROVIDERS)):
             assert set(styles) == set(known)
             assert (
@@ -472,7 +478,7 @@ class TestCommand:
             (["--batch", "0"], "--batch must be an integer of at least 1, or all, got '0'"),
             (["--batch", "1,-4"], "--batch must be an integer of at least 1, or all, got '-4'"),
             (["--batch", "many"], "--batch must be an integer of at least 1, or all, got 'many'"),
-            (["--mode", "fast"], "--mode must be one of plain, logprobs, greedy, all, got 'fast'"),
+            (["--mode", "fast"], "--mode must be one of plain, logprobs, greedy, k50, "),
             (["--provider", "vllm"], "--provider must be one of matmul, nologits-hopper, "),
             (["--repeats", "1"], "invalid value for '--repeats'"),
             (["plat"], "no such command 'plat'"),
@@ -514,7 +520,7 @@ class TestCommand:
     def test_all_and_lists_and_models(self, monkeypatch, nologits):
         arguments = ("--case", "all", "--batch", "all", "--mode", "all")
         plan, _, _ = self.run_with(monkeypatch, nologits, *arguments)
-        assert plan[:3] == ([c.name for c in cases.CASES], [1, 2, 4, 8, 16, 32, 64, 128, 256, 512], list(cases.MODES))
+        assert plan[:3] == ([c.name for c in cases.CASES], [1, 2, 4, 8, 16, 32, 64, 128, 256, 512], list(modes.MODES))
         arguments = ("--case", "qwen3-8b,small", "--case", "kimi-k2", "--batch", "64,2", "--batch", "3", "--provider", "matmul")
         plan, _, _ = self.run_with(monkeypatch, nologits, *arguments)
         assert plan[:4] == (["small", "kimi-k2"], [2, 3, 64], ["plain"], ["matmul"])

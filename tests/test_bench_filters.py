@@ -16,7 +16,7 @@ from nologits.testing import FAMILIES, UnavailableError, kept_sets, make_logits
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from nologits.bench import filter_cases, filter_providers, filters, peers, report, suite, timing
+from nologits.bench import filter_cases, filter_providers, filters, peer_draws, peers, report, suite, timing
 from nologits.bench.gate import CHECKED_ROWS, SetGate
 
 MODES = list(filter_cases.FILTER_MODES)
@@ -249,7 +249,7 @@ class TestProviders:
 
     def test_the_fastest_of_the_calls_that_run_is_measured_and_named(self, monkeypatch):
         monkeypatch.setattr(
-            filter_providers,
+            peer_draws,
             "measure",
             lambda calls, repeats: {n: timing.Timing({"a": 3.0, "b": 2.0}[n], 0, 0, True) for n in calls},
         )
@@ -257,10 +257,10 @@ class TestProviders:
         def broken():
             raise ValueError("wants CUDA")
 
-        chosen = filter_providers._fastest({"a": lambda: 1, "b": lambda: 2, "c": broken})
+        chosen = peer_draws.fastest({"a": lambda: 1, "b": lambda: 2, "c": broken})
         assert (chosen.name, chosen()) == ("b", 2)
         with pytest.raises(peers.SkipError, match="ValueError: wants CUDA"):
-            filter_providers._fastest({"c": broken})
+            peer_draws.fastest({"c": broken})
 
 
 FLASHINFER = """
@@ -396,7 +396,7 @@ class TestPeers:
         monkeypatch.setenv(peers.FLASHINFER, str(tmp_path))
         slower = {"softmax, ": 1.0, "torch.softmax, ": 2.0, "top_k_top_p_sampling_from_logits": 3.0}
         monkeypatch.setattr(
-            filter_providers,
+            peer_draws,
             "measure",
             lambda tried, repeats: {
                 name: timing.Timing(next(us for start, us in slower.items() if name.startswith(start)), 0, 0, True)

@@ -248,8 +248,8 @@ def test_the_c_and_python_parameters_agree():
     from nologits.kernels.categorical_sm90 import Params
     from nologits.kernels.nvrtc import SOURCES
 
-    body = re.search(r"struct Params \{(.*?)\n\};", (SOURCES / "contract.cuh").read_text(), re.S).group(1)
-    kinds = {"i64": ctypes.c_int64, "int": ctypes.c_int32, "float": ctypes.c_float}
+    body = re.search(r"struct Params \{(.*?)\n\};", (SOURCES / "params.cuh").read_text(), re.S).group(1)
+    kinds = {"i64": ctypes.c_int64, "int": ctypes.c_int32, "float": ctypes.c_float, "double": ctypes.c_double}
     fields = []
     for declaration in re.sub(r"//[^\n]*", "", body).split(";"):
         kind, _, names = declaration.strip().removeprefix("const ").partition(" ")

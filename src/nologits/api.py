@@ -52,7 +52,7 @@ def sample(
         num_samples: independent draws a row; other than 1 gives results ``[B, S]``.
         logprobs: ``False``, ``"processed"`` (``logprobs`` and ``log_mass``), ``"raw"`` (``raw_logprobs``) or ``True`` (all).
         top_logprobs: how many of a row's most likely tokens come with ``logprobs``, at most 128: ``top`` of the distribution
-            that is sampled, ``raw_top`` of the head's own. They take another pass over the head.
+            that is sampled, ``raw_top`` of the head's own. They come from the same pass under ``"hopper"``; elsewhere they take another.
         impl: ``"auto"``, or a name, which runs or raises.
         check: raise if a row is invalid instead of returning token -1; synchronises with the host.
 
@@ -90,9 +90,9 @@ def sample_head(
     if hidden.shape[0] == 0 or num_samples == 0:
         drawn = _empty(hidden, num_samples, processed, raw)
     else:
-        drawn = ops.run_hidden(hidden.detach(), head, rows, num_samples, processed, raw, name)
+        drawn = ops.run_hidden(hidden.detach(), head, rows, num_samples, processed, raw, name, top_logprobs)
     drawn = _finish(drawn, num_samples, check)
-    if not top_logprobs:
+    if not top_logprobs or drawn.top is not None or drawn.raw_top is not None:
         return drawn
     return _with_top(drawn, ops.make_source(hidden.detach(), head, name), rows, top_logprobs, processed, raw, name)
 
@@ -288,4 +288,4 @@ def _finish(samples: Samples, num_samples: int, check: bool) -> Samples:
     if num_samples != 1:
         return samples
     squeeze = [None if part is None else part.squeeze(1) for part in (samples.tokens, samples.logprobs, samples.raw_logprobs)]
-    return Samples(squeeze[0], squeeze[1], squeeze[2], samples.log_mass)  # type: ignore[arg-type]
+    return Samples(squeeze[0], squeeze[1], squeeze[2], *samples[3:])  # type: ignore[arg-type]

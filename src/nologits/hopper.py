@@ -9,6 +9,9 @@ same tokens from the same noise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,18 +24,23 @@ from .kernels.filters_sm90 import launch_filtered_draw, launch_mask
 from .params import RowParams
 from .selection import order_words, token_of
 from .sources import HiddenSource, LogitsSource, Source, transform
-from .types import Candidates, Samples
+from .types import Candidates, Samples, TopTokens
 
 FILTERED_ROWS = 512
 """Rows of one filtered draw from hidden states. Beyond, the matmul's time is its arithmetic, and more rows at once would only
 leave fewer blocks a row to tell where its largest logits begin."""
 
 
-def sample(source: HiddenSource | LogitsSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
-    """Draws ``[B, S]`` tokens; arguments and results as :func:`nologits.reference.sample`."""
+def sample(
+    source: HiddenSource | LogitsSource, rows: RowParams, num_samples: int, processed: bool, raw: bool, num_top: int = 0
+) -> Samples:
+    """Draws ``[B, S]`` tokens; arguments and results as :func:`nologits.reference.sample`.
+
+    The ``num_top`` likeliest tokens come with the draw where they come from the same pass, else not at all.
+    """
     if not obstacle(source, rows, num_samples, raw):
         assert isinstance(source, HiddenSource)
-        return _sample_fused(source, rows, processed, raw)
+        return _sample_fused(source, rows, processed, raw, 0 if raw and rows.allowed is not None else num_top)
     if rows.filtered and not filter_obstacle(source, num_samples):
         return _sample_filtered(source, rows, processed, raw)
     return fused.sample(source, rows, num_samples, processed, raw)
@@ -87,24 +95,29 @@ def filter_obstacle(source: HiddenSource | LogitsSource, num_samples: int) -> st
     return ""
 
 
-def _sample_fused(source: HiddenSource, rows: RowParams, processed: bool, raw: bool) -> Samples:
+def _sample_fused(source: HiddenSource, rows: RowParams, processed: bool, raw: bool, num_top: int) -> Samples:
     """One draw a row under the matmul."""
     if not tma_fits(source.hidden):
         source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
-    if not rows.filtered:
+    if not rows.filtered and not num_top:
         return fused.refuse_impossible(launch_draw(source, rows, processed, raw, config_for(source)), rows)
     if source.batch <= FILTERED_ROWS:
-        return launch_draw(source, rows, processed, raw, config_for(source))
+        return launch_draw(source, rows, processed, raw, config_for(source), num_top)
     rows = rows.with_keys(source.batch, source.device)
     parts = []
     for start in range(0, source.batch, FILTERED_ROWS):
         some = source.rows(start, min(source.batch, start + FILTERED_ROWS))
-        parts.append(launch_draw(some, rows.block(start, start + some.batch), processed, raw, config_for(some)))
+        parts.append(launch_draw(some, rows.block(start, start + some.batch), processed, raw, config_for(some), num_top))
     return _joined(parts)
 
 
 def _joined(parts: list[Samples]) -> Samples:
-    return Samples(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))  # type: ignore[arg-type]
+    def join(pieces: Sequence[Any]) -> Any:
+        if isinstance(pieces[0], TopTokens):
+            return TopTokens(*map(torch.cat, zip(*pieces, strict=True)))
+        return None if pieces[0] is None else torch.cat(list(pieces))
+
+    return Samples(*map(join, zip(*parts, strict=True)))
 
 
 def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, processed: bool, raw: bool) -> Samples:

@@ -71,14 +71,22 @@ def row_source(source: HiddenSource | LogitsSource, impl: str) -> Source:
 
 
 def run_hidden(
-    hidden: Tensor, head: HeadSpec, rows: RowParams, num_samples: int, processed: bool, raw: bool, impl: str
+    hidden: Tensor, head: HeadSpec, rows: RowParams, num_samples: int, processed: bool, raw: bool, impl: str, num_top: int = 0
 ) -> Samples:
-    """A draw from hidden states, by the operator where a graph is being traced."""
+    """A draw from hidden states, by the operator where a graph is being traced.
+
+    The ``num_top`` likeliest tokens come with it where ``impl`` has them from the same pass; else :func:`run_top` is asked.
+    """
     if torch.compiler.is_compiling():
         return _as_samples(
             torch.ops.nologits.sample_hidden(hidden, *head, *_flatten(rows), num_samples, processed, raw, impl), processed, raw
         )
-    return implementation(impl)(make_source(hidden, head, impl), rows, num_samples, processed, raw)
+    source = make_source(hidden, head, impl)
+    if impl == "hopper" and num_top:
+        from . import hopper
+
+        return hopper.sample(source, rows, num_samples, processed, raw, num_top)
+    return implementation(impl)(source, rows, num_samples, processed, raw)
 
 
 def run_logits(logits: Tensor, rows: RowParams, num_samples: int, processed: bool, raw: bool, impl: str) -> Samples:

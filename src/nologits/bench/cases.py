@@ -1,4 +1,4 @@
-"""What is measured: LM heads of real models by V and D, batch sizes, modes, and the inputs made for them.
+"""What is measured: LM heads of real models by V and D, batch sizes, and the inputs made for them.
 
 V is the number of rows of the model's head as published (``vocab_size`` of its configuration, padding included), D its
 hidden size. Heads of one shape are one case; the other models' names are aliases of it.
@@ -6,12 +6,15 @@ hidden size. Heads of one shape are one case; the other models' names are aliase
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import nologits as nl
+
+from .modes import FLAT_TEMPERATURE, MODES, Mode
 
 
 class Case(NamedTuple):
@@ -45,9 +48,6 @@ CASES = (
 ALIASES = {"qwen3-8b": "small", "llama-3-70b": "large", "qwen3-32b": "qwen3-14b", "gpt-oss-20b": "gpt-oss-120b"}
 """Other names of cases."""
 
-MODES = ("plain", "logprobs", "greedy")
-"""A draw at temperature 1, the same with each token's log-probability, and the largest logit. Rows are always seeded."""
-
 ALL_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEFAULT_CASES = ("small", "large")
 DEFAULT_BATCHES = (1, 16, 64, 128, 256)
@@ -74,14 +74,18 @@ def make_inputs(weight: Tensor, batch: int, mode: str) -> Inputs:
     generator = torch.Generator(weight.device).manual_seed(batch)
     hidden = torch.empty(batch, weight.shape[1], dtype=weight.dtype, device=weight.device)
     hidden.normal_(generator=generator)
-    return Inputs(hidden, weight, nl.LMHead(weight), make_params(torch.arange(batch, device=weight.device), mode))
+    return Inputs(hidden, weight, nl.LMHead(weight), make_params(batch, MODES[mode], weight.device))
 
 
-def make_params(rows: Tensor, mode: str) -> nl.SamplingParams:
-    """The parameters of the given rows (int64 ``[B]``) of a cell."""
-    temperature = 0.0 if mode == "greedy" else torch.ones(len(rows), device=rows.device)
+def make_params(batch: int, mode: Mode, device: torch.device) -> nl.SamplingParams:
+    """The parameters of a cell's rows. Flat ones are spread evenly over the batch."""
+    rows = torch.arange(batch, device=device)
+    flat = math.ceil(mode.flat_share * batch)
+    temperatures = torch.full((batch,), mode.temperature, device=device)
+    temperatures[rows * flat % batch < flat] = FLAT_TEMPERATURE
     # As uint64 every seed is one: no row can ask for fresh noise, so torch's generator is left alone, which saves its kernels.
-    return nl.SamplingParams(temperature=temperature, seed=rows.view(torch.uint64), position=rows)
+    noise = {"seed": rows.view(torch.uint64), "position": rows}
+    return nl.SamplingParams(temperatures if mode.temperature else 0.0, **mode.request.tensors(batch, device), **noise)
 
 
 def traffic_bytes(vocab: int, depth: int, batch: int) -> int:

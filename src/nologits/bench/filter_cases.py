@@ -5,7 +5,7 @@ The families are :mod:`nologits.testing.families`, so what is timed is what is t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,23 +14,7 @@ import nologits as nl
 
 from ..params import RowParams, make_rows
 from ..testing.families import FAMILIES, make_logits
-
-
-class Request(NamedTuple):
-    """The filters of every row; ``None`` is off."""
-
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-
-
-FILTER_MODES = {
-    "k50": Request(top_k=50),
-    "p90": Request(top_p=0.9),
-    "k50p95": Request(top_k=50, top_p=0.95),
-    "minp05": Request(min_p=0.05),
-}
-"""By name. All at temperature 1."""
+from .modes import FILTER_MODES, Request
 
 ALL_FILTER_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEFAULT_FILTER_BATCHES = (1, 8, 64, 256)
@@ -76,12 +60,11 @@ def make_family(name: str, batch: int, device: str = "cuda") -> Tensor:
 def make_filter_inputs(logits: Tensor, mode: str) -> FilterInputs:
     """The inputs of one cell."""
     batch, device = len(logits), logits.device
-    top_k, *shares = FILTER_MODES[mode]
-    top_p, min_p = (None if share is None else torch.full((batch,), share, device=device) for share in shares)
-    held = (None if share is None else float(torch.tensor(share, dtype=torch.float32)) for share in shares)
+    request = FILTER_MODES[mode]
+    tensors = request.tensors(batch, device)
+    held: dict[str, Any] = {name: float(tensor[0]) for name in ("top_p", "min_p") if (tensor := tensors[name]) is not None}
     rows = torch.arange(batch, device=device)
-    k = None if top_k is None else torch.full((batch,), top_k, dtype=torch.int32, device=device)
-    return FilterInputs(logits, Request(top_k, *held), k, top_p, min_p, rows.view(torch.uint64), rows)
+    return FilterInputs(logits, request._replace(**held), **tensors, seed=rows.view(torch.uint64), position=rows)
 
 
 def logits_bytes(family: str, vocab: int, batch: int) -> int:

@@ -6,7 +6,6 @@ Our mask and our draw have their own names; of the peers, FlashInfer draws, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,14 +14,11 @@ import nologits as nl
 
 from ..dispatch import hopper_obstacle
 from .filter_cases import FilterInputs
-from .peers import SkipError, brief, flashinfer_sampling, vllm_topk_topp
-from .suite import Call, Variant
-from .timing import measure
+from .peer_draws import flashinfer_draw, vllm_mask
+from .peers import SkipError
+from .suite import Call
 
 FilterProvider = Callable[[FilterInputs, str], Call]
-
-_TRIALS = 9
-"""Repetitions by which the fastest of several calls is chosen; it is then measured like the others."""
 
 
 def amax(inputs: FilterInputs, mode: str) -> Call:
@@ -70,37 +66,14 @@ def torch_topk(inputs: FilterInputs, mode: str) -> Call:
 
 
 def vllm_qrita(inputs: FilterInputs, mode: str) -> Call:
-    """vLLM's Triton kernels. They mask in place and take fp32, so a copy (from bf16 too) is made and timed with them.
-
-    The buffers that they keep for further calls, up to a row for each multiprocessor, do not show as extra memory.
-    """
-    if inputs.min_p is not None:
-        raise SkipError("its kernels have no min-p")
-    apply = vllm_topk_topp().apply_top_k_top_p_triton
-    return lambda: apply(inputs.logits.to(torch.float32, copy=True), inputs.top_k, inputs.top_p)
+    """vLLM's Triton kernels. They mask in place and take fp32, so a copy (from bf16 too) is made and timed with them."""
+    mask = vllm_mask(inputs.params)
+    return lambda: mask(inputs.logits.to(torch.float32, copy=True))
 
 
 def flashinfer(inputs: FilterInputs, mode: str) -> Call:
-    """The fastest of FlashInfer's draws that apply, from logits or after its own or torch's softmax; a k and a p for each row.
-
-    Its order "joint" is left out: it keeps another set, what top-k and top-p keep of the whole row each.
-    """
-    sampling = flashinfer_sampling()
-    logits, request = inputs.logits, inputs.request
-    filters = {name: value for name in request._fields if (value := getattr(inputs, name)) is not None}
-    seed = inputs.seed.view(torch.int64)
-    noise = {"seed": seed, "offset": seed}
-    name = "_".join([*filters, "sampling_from_probs"])
-    from_probs = partial(getattr(sampling, name), **filters, **noise)
-    calls: dict[str, Call] = {
-        f"torch.softmax, {name}": lambda: from_probs(torch.softmax(logits.float(), -1)),
-        f"softmax, {name}": lambda: from_probs(sampling.softmax(logits.float())),
-    }
-    if inputs.top_k is not None:
-        both = {"top_p": torch.ones(len(logits), device=logits.device)} | filters  # with a p of 1 it is top-k alone
-        from_logits = partial(sampling.top_k_top_p_sampling_from_logits, **both, **noise)
-        calls["top_k_top_p_sampling_from_logits"] = lambda: from_logits(logits.float())
-    return _fastest(calls)
+    """The fastest of FlashInfer's draws that apply; a k and a p for each row."""
+    return flashinfer_draw(inputs.logits.float, inputs.params)
 
 
 FLOOR = "amax"
@@ -116,28 +89,6 @@ FILTER_PROVIDERS: dict[str, FilterProvider] = {
     "vllm-qrita": vllm_qrita,
     "flashinfer": flashinfer,
 }
-
-
-def _fastest(calls: dict[str, Call]) -> Variant:
-    """Of the calls that run here, the fastest.
-
-    Raises:
-        SkipError: none runs.
-    """
-    running: dict[str, Call] = {}
-    reason = "it has no call for these filters"
-    for name, call in calls.items():
-        try:
-            call()
-        except Exception as error:  # whatever its compilation or its checks run into
-            reason = brief(error)
-        else:
-            running[name] = call
-    if not running:
-        raise SkipError(reason)
-    times = measure(running, _TRIALS) if len(running) > 1 else {}
-    name = min(running, key=lambda name: times[name].us if times else 0.0)
-    return Variant(name, running[name])
 
 
 def _sorted_mask(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:

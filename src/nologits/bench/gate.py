@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import nologits as nl
 
-from ..params import SamplingParams, make_rows
+from ..params import make_rows
 from ..reference import scores
 from ..testing import compare_tokens
 from ..testing.kept_sets import KeptSets, kept_sets
-from ..types import LogprobsMode
-from .cases import Inputs, make_params
+from .cases import Inputs
 from .filter_cases import FilterInputs
+from .modes import MODES
 
 LOGPROB_TOLERANCE = 0.01
 """Natural-log units. fp32 sums of 8,192 terms are off by up to 0.006 at these heads' spread; a lost term of a sum is not."""
@@ -26,7 +28,7 @@ class HeadGate:
 
     Args:
         inputs: the cell's.
-        mode: its mode; with ``logprobs``, log-probabilities are compared too.
+        mode: its mode; log-probabilities are compared too where it asks for them.
     """
 
     def __init__(self, inputs: Inputs, mode: str) -> None:
@@ -34,11 +36,8 @@ class HeadGate:
 
     @cached_property
     def _exact(self) -> nl.Samples:
-        return self._inputs.head.sample(self._inputs.hidden, self._inputs.params, impl="reference", logprobs=self._logprobs)
-
-    @property
-    def _logprobs(self) -> LogprobsMode:
-        return "processed" if self._mode == "logprobs" else False
+        inputs = self._inputs
+        return inputs.head.sample(inputs.hidden, inputs.params, impl="reference", **MODES[self._mode].results)
 
     def check(self, name: str, drawn: object) -> str | None:
         """Notes how many tokens differ from the reference's, each within the rounding of the logits.
@@ -56,26 +55,39 @@ class HeadGate:
         different = drawn.tokens != self._exact.tokens
         rows = different.nonzero().flatten()
         if len(rows):
+            inputs = self._inputs
             try:
-                compare_tokens(drawn.tokens[rows], self._inputs.hidden[rows], self._inputs.head, make_params(rows, self._mode))
+                compare_tokens(drawn.tokens[rows], inputs.hidden[rows], inputs.head, _params_of(inputs.params, rows))
             except AssertionError as error:
                 count = f"{len(rows)} of {len(different)} tokens differ from the reference's"
                 raise RuntimeError(f"{name} ({self._mode}): {count}: nothing is measured ({error})") from error
-        if self._mode == "logprobs":
-            self._check_logprobs(name, drawn, ~different)
+        if self._exact.logprobs is not None:
+            self._check_logprobs(name, "a log-probability", drawn.logprobs, self._exact.logprobs, ~different)
+        if self._exact.top is not None:
+            self._check_top(name, drawn.top, self._exact.top)
         count = f"{name}: {len(rows)} of {len(different)} tokens differ from the reference's, within rounding"
         return count if len(rows) else None
 
     def observe(self, name: str, drawn: object) -> None:
         """Peers draw with noise of their own: one draw a row says nothing about them."""
 
-    def _check_logprobs(self, name: str, drawn: nl.Samples, same: Tensor) -> None:
-        got, want = drawn.logprobs, self._exact.logprobs
-        if got is None or want is None:
-            raise RuntimeError(f"{name} must return log-probabilities: nothing is measured")
-        off = float((got - want)[same].abs().max()) if bool(same.any()) else 0.0
+    def _check_logprobs(self, name: str, what: str, got: Tensor | None, want: Tensor, where: Tensor) -> None:
+        if got is None or got.shape != want.shape:
+            raise RuntimeError(f"{name} must return log-probabilities {list(want.shape)}: nothing is measured")
+        off = float((got - want)[where].abs().max()) if bool(where.any()) else 0.0
         if not off <= LOGPROB_TOLERANCE:  # NaN fails too
-            raise RuntimeError(f"{name}: a log-probability is off by {off:.3g}: nothing is measured")
+            raise RuntimeError(f"{name}: {what} is off by {off:.3g}: nothing is measured")
+
+    def _check_top(self, name: str, got: nl.TopTokens | None, want: nl.TopTokens) -> None:
+        """Rounding may swap neighbours: a token's id is compared where no other token has nearly its probability."""
+        if got is None or got.ids.shape != want.ids.shape:
+            raise RuntimeError(f"{name} must return top log-probabilities {list(want.ids.shape)}: nothing is measured")
+        self._check_logprobs(name, "a top log-probability", got.logprobs, want.logprobs, want.ids >= 0)
+        apart = want.logprobs.diff(dim=-1) < -2 * LOGPROB_TOLERANCE  # from the next; the last one's is not known
+        lone = apart & torch.nn.functional.pad(apart[:, :-1], (1, 0), value=True)
+        wrong = int((lone & (got.ids != want.ids)[:, :-1]).sum())
+        if wrong:
+            raise RuntimeError(f"{name}: {wrong} of the top tokens are wrong: nothing is measured")
 
 
 CHECKED_ROWS = 8
@@ -158,11 +170,21 @@ class SetGate:
         """bool, one a checked row: not what the noise draws from the right set, by more than rounding."""
         inputs, rows = self._inputs, self._rows
         got = tokens[rows][:, None]
-        # Not every device indexes uint64.
-        params = SamplingParams(seed=inputs.seed.view(torch.int64)[rows].view(torch.uint64), position=inputs.position[rows])
         kept = self._logits.float().masked_fill(~self._right.keep, float("-inf"))
-        score = scores(kept, make_rows(params, len(rows), kept.shape[1], kept.device), 0, 0)
+        score = scores(kept, make_rows(_params_of(inputs.params, rows), len(rows), kept.shape[1], kept.device), 0, 0)
         best = score.amax(-1, keepdim=True)
         # Outside the set the score is -inf.
         near = best - score.gather(1, got.clamp(min=0)) <= _NOISE_SLACK + _SCORE_SLACK * best.abs()
         return ~((got >= 0) & near).squeeze(1)
+
+
+def _params_of(params: nl.SamplingParams, rows: Tensor) -> nl.SamplingParams:
+    """The parameters of some rows, int64 ``[N]``."""
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        # Not every device indexes uint64.
+        return value.view(torch.int64)[rows].view(torch.uint64) if value.dtype == torch.uint64 else value[rows]
+
+    return nl.SamplingParams(**{field.name: part(getattr(params, field.name)) for field in fields(params)})

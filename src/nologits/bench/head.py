@@ -9,13 +9,15 @@ import torch
 
 from .cases import CASES, make_inputs, make_weight, operations, traffic_bytes
 from .gate import HeadGate
-from .providers import MATMUL, OURS, PROVIDERS
+from .modes import MODES
+from .providers import HOPPER, MATMUL, OURS, PROVIDERS, count_open_rows
 from .suite import Cell, Plan, Row, Suite, place_rows
 from .timing import Ceilings, Timing
 
-EXTRA_KEYS = ("gbps", "tflops", "bandwidth_share", "speedup", "captured")
+EXTRA_KEYS = ("gbps", "tflops", "bandwidth_share", "speedup", "captured", "fallback_rows")
 """The bytes that any sampler must read over the time; the matmul's operations over the time; the former as a share of the
-measured read bandwidth; for our rows, the time of the fastest other sampler over ours; timed as a CUDA graph."""
+measured read bandwidth; for our rows, the time of the fastest other sampler over ours; timed as a CUDA graph; for the Hopper
+kernels in modes with filters, the rows of a draw that took further sweeps over the head."""
 
 
 def cells(plan: Plan, skip: Callable[[Row], None]) -> Iterator[Cell]:
@@ -32,12 +34,14 @@ def cells(plan: Plan, skip: Callable[[Row], None]) -> Iterator[Cell]:
 def make_rows(cell: Cell, timings: dict[str, Timing], memory: dict[str, int], ceilings: Ceilings) -> list[Row]:
     """The rows of one cell. A ratio whose other side was not measured is null."""
     read, work = (count(cell.vocab, cell.depth, cell.batch) for count in (traffic_bytes, operations))
+    fallback_rows = count_open_rows(cell.make) if HOPPER in timings and MODES[cell.mode].filtered else None
     rows = []
     for row, ratio, speedup in place_rows(SUITE, cell, timings, memory):
         timing = timings[row["provider"]]
         rates = (read / timing.us / 1e3, work / timing.us / 1e6)
         share = round(rates[0] / ceilings.read_gbps, 3)
-        extra = (round(rates[0], 1), round(rates[1], 1), share, speedup, timing.captured)
+        left_open = fallback_rows if row["provider"] == HOPPER else None
+        extra = (round(rates[0], 1), round(rates[1], 1), share, speedup, timing.captured, left_open)
         rows.append(row | {"ratio_to_matmul": ratio} | dict(zip(EXTRA_KEYS, extra, strict=True)))
     return rows
 

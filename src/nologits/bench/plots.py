@@ -14,12 +14,13 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from ..testing.families import FAMILIES
 from .cases import operations, traffic_bytes
 from .filter_cases import logits_bytes
+from .modes import FALLBACKS
 from .report import groups, subject, title
 from .suite import Row
 
 Line = list[Row]
 
-# Okabe and Ito's palette, told apart with any colour vision; markers repeat the distinction for print.
+# Okabe and Ito's palette, and where it ends Tol's, told apart with any colour vision; markers repeat the distinction for print.
 HEAD_STYLES = {
     "nologits-hopper": ("#D55E00", "o"),
     "nologits-triton": ("#E69F00", "s"),
@@ -29,6 +30,9 @@ HEAD_STYLES = {
     "flashinfer-gumbel": ("#009E73", "D"),
     "flashinfer-topk-topp": ("#882255", "P"),
     "flashsampling": ("#CC79A7", "*"),
+    "matmul-nologits": ("#332288", "p"),
+    "matmul-vllm-qrita": ("#999933", "<"),
+    "matmul-flashinfer": ("#661100", ">"),
 }
 FILTER_STYLES = {
     "nologits": ("#D55E00", "o"),
@@ -57,6 +61,9 @@ _MODES = {
     "p90": "top-p 0.9",
     "k50p95": "top-k 50, then top-p 0.95",
     "minp05": "min-p 0.05",
+    "p95": "top-p 0.95",
+    "top_logprobs20": "draw and the 20 likeliest tokens",
+    **{name: f"top-p 0.9, {mode.flat_share:.0%} of the rows flat" for name, mode in FALLBACKS.items()},
 }
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
+import nologits as nl
+
+from ..dispatch import hopper_obstacle
 from .cases import Inputs
+from .modes import FALLBACKS, FILTERED, MODES, UNFILTERED
+from .peer_draws import flashinfer_draw, vllm_mask
 from .peers import SkipError, flashinfer_sampling, flashsampling_kernel
 from .suite import Call
 
@@ -22,8 +26,9 @@ def nologits(impl: str) -> Provider:
     """One implementation of this library, every row seeded."""
 
     def provider(inputs: Inputs, mode: str) -> Call:
-        logprobs = "processed" if mode == "logprobs" else False
-        options: dict[str, Any] = {"impl": impl, "logprobs": logprobs}
+        if impl == "triton" and mode in FALLBACKS:
+            raise SkipError("it makes the logits of all rows with filters: none falls back")
+        options = {"impl": impl, **MODES[mode].results}
 
         def call() -> object:
             return inputs.head.sample(inputs.hidden, inputs.params, **options)
@@ -37,18 +42,20 @@ def nologits(impl: str) -> Provider:
     return provider
 
 
-def matmul(inputs: Inputs, mode: str) -> Call:
+def matmul(inputs: Inputs, mode: str) -> Callable[[], Tensor]:
     """The LM head's matmul alone, bf16 logits written: what every fused sampler is measured against."""
     return lambda: inputs.hidden @ inputs.weight.T
 
 
 def multinomial(inputs: Inputs, mode: str) -> Call:
     """The textbook in eager torch: matmul, softmax, ``torch.multinomial`` (greedy: argmax)."""
+    _only(mode, UNFILTERED)
     return lambda: _textbook(inputs.hidden, inputs.weight, mode)
 
 
 def multinomial_compiled(inputs: Inputs, mode: str) -> Call:
     """The textbook through ``torch.compile``; its default mode keeps cuBLAS's matmul and fuses what follows."""
+    _only(mode, UNFILTERED)
     torch.compiler.reset()  # one shape a cell: they would add up to the limit of recompilations
     compiled = torch.compile(_textbook, dynamic=False)
     return lambda: compiled(inputs.hidden, inputs.weight, mode)
@@ -56,7 +63,7 @@ def multinomial_compiled(inputs: Inputs, mode: str) -> Call:
 
 def flashinfer_gumbel(inputs: Inputs, mode: str) -> Call:
     """Matmul, then FlashInfer's ``sampling_from_logits``: Gumbel-max on the logits, each row with its seed."""
-    _plain_only(mode)
+    _only(mode, ["plain"])
     sample = flashinfer_sampling().sampling_from_logits
     seeds = torch.arange(len(inputs.hidden), device=inputs.hidden.device)
     return lambda: sample(inputs.hidden @ inputs.weight.T, seed=seeds, offset=seeds)
@@ -68,7 +75,7 @@ def flashinfer_topk_topp(inputs: Inputs, mode: str) -> Call:
     It does more than the others, which draw from all tokens: it is what an engine runs when its requests truncate, and an upper
     bracket here. Per-row tensors, as engines pass them, keep it off its path for one k for all rows.
     """
-    _plain_only(mode)
+    _only(mode, ["plain"])
     sample = flashinfer_sampling().top_k_top_p_sampling_from_logits
     batch, device = len(inputs.hidden), inputs.hidden.device
     top_k = torch.full((batch,), TOP_K, dtype=torch.int32, device=device)
@@ -79,15 +86,51 @@ def flashinfer_topk_topp(inputs: Inputs, mode: str) -> Call:
 
 def flashsampling(inputs: Inputs, mode: str) -> Call:
     """The paper's reference kernel, with one seed and one temperature for the batch (it has no others)."""
-    if mode == "logprobs":
+    if MODES[mode].logprobs:
         raise SkipError("its kernel has no log-probabilities")
+    _only(mode, ["plain", "greedy"])
     kernel = flashsampling_kernel()
     temperature = torch.tensor(1.0, device=inputs.hidden.device)
     return lambda: kernel(inputs.weight, inputs.hidden, 1, temperature, 7, greedy_sampling=mode == "greedy")
 
 
-MATMUL = "matmul"
-OURS = {"nologits-hopper": "hopper", "nologits-triton": "triton"}
+def matmul_nologits(inputs: Inputs, mode: str) -> Call:
+    """Matmul, then our draw from the bf16 logits that it wrote, which fusing the two has to beat."""
+    _only(mode, [name for name in MODES if name not in UNFILTERED])
+    logits, results = matmul(inputs, mode), MODES[mode].results
+    return lambda: nl.sample_logits(logits(), inputs.params, **results)
+
+
+def matmul_vllm_qrita(inputs: Inputs, mode: str) -> Call:
+    """Matmul, then what vLLM runs without FlashInfer: its Triton mask, softmax, and of the shares over exponential noise the
+    largest. Its division by the temperature, here 1, is left out."""
+    _only(mode, FILTERED)
+    logits, mask = matmul(inputs, mode), vllm_mask(inputs.params)
+    return lambda: _draw_as_vllm(mask(logits().float()))
+
+
+def matmul_flashinfer(inputs: Inputs, mode: str) -> Call:
+    """Matmul, then the fastest of FlashInfer's draws that apply; a k and a p for each row."""
+    _only(mode, FILTERED)
+    logits = matmul(inputs, mode)
+    return flashinfer_draw(lambda: logits().float(), inputs.params)
+
+
+def count_open_rows(make: Callable[[], Inputs]) -> int | None:
+    """How many rows of a draw the Hopper kernels' candidates do not settle; ``None`` where those do not run."""
+    inputs = make()
+    device = inputs.hidden.device
+    if hopper_obstacle(device):
+        return None
+    from ..kernels.categorical_sm90 import open_rows  # needs cuda.bindings
+
+    before = int(open_rows(device))
+    inputs.head.sample(inputs.hidden, inputs.params, impl="hopper")
+    return int(open_rows(device)) - before
+
+
+MATMUL, HOPPER = "matmul", "nologits-hopper"
+OURS = {HOPPER: "hopper", "nologits-triton": "triton"}
 """Providers that are implementations of this library: they pass the gate before anything of their cell is timed."""
 
 PROVIDERS: dict[str, Provider] = {
@@ -98,6 +141,9 @@ PROVIDERS: dict[str, Provider] = {
     "flashinfer-gumbel": flashinfer_gumbel,
     "flashinfer-topk-topp": flashinfer_topk_topp,
     "flashsampling": flashsampling,
+    "matmul-nologits": matmul_nologits,
+    "matmul-vllm-qrita": matmul_vllm_qrita,
+    "matmul-flashinfer": matmul_flashinfer,
 }
 
 
@@ -110,6 +156,11 @@ def _textbook(hidden: Tensor, weight: Tensor, mode: str) -> Tensor | tuple[Tenso
     return (token, probabilities.gather(1, token).log()) if mode == "logprobs" else token
 
 
-def _plain_only(mode: str) -> None:
-    if mode != "plain":
-        raise SkipError("measured in mode plain only")
+def _draw_as_vllm(logits: Tensor) -> Tensor:
+    shares = logits.softmax(-1, dtype=torch.float32)
+    return shares.div_(torch.empty_like(shares).exponential_()).argmax(-1)
+
+
+def _only(mode: str, modes: Collection[str]) -> None:
+    if mode not in modes:
+        raise SkipError(f"measured in {'mode' if len(modes) == 1 else 'modes'} {', '.join(modes)} only")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..params import RowParams
 from ..sources import HiddenSource
-from ..types import Samples
+from ..types import Samples, TopTokens
 from .arguments import on_device, stride_of, temperature_arguments
 from .config import HopperConfig, multiprocessors
 from .nvrtc import Defines, Kernel, load, tensor_map
@@ -38,14 +38,15 @@ _SIZES = ("B", "V", "D", "tiles", "mass_tiles", "slots", "box_rows", "num_biased
 _SCALARS = ("temperature_value", "scale", "softcap")
 _FILTER_POINTERS = (
     "top_k", "top_p", "min_p", "entries", "gathered", "peaks", "pilot", "thresholds", "open", "progress", "open_rows", "rests",
+    "slot_thresholds", "tops", "top_ids", "top_logprobs", "raw_top_ids", "raw_top_logprobs",
 )  # fmt: skip
 _FILTER_INTEGERS = ("stride_top_k", "stride_top_p", "stride_min_p", "top_k_value")
 
 CAPACITY = 4096
 """Candidates of a row that there is room for."""
 
-_OPEN_WORDS = 8
-_SORTED_BYTES = 8 * 4096
+_OPEN_WORDS = 10
+_CHOOSE_BYTES = 2 * 8 * CAPACITY
 _CHOOSE_THREADS = 512
 _FINISH_CONFIG = HopperConfig(turns=True, rows=64, stages=4, pair=2, cluster=1)
 _FINISH_BLOCKS = 255  # that have room for their winners beside an open row's list
@@ -64,16 +65,16 @@ class Params(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in _FILTER_POINTERS]
         + [(name, ctypes.c_int64) for name in _FILTER_INTEGERS]
         + [(name, ctypes.c_double) for name in ("top_p_value", "min_p_value")]
-        + [(name, ctypes.c_int32) for name in ("top_k_wide", "top_p_wide", "min_p_wide")]
+        + [(name, ctypes.c_int32) for name in ("top_k_wide", "top_p_wide", "min_p_wide", "num_top")]
     )
 
 
-def shared_bytes(config: HopperConfig, filtered: bool = False) -> int:
+def shared_bytes(config: HopperConfig, gathers: bool = False) -> int:
     """Dynamic shared memory of one block: stages, noise codes, barriers; thresholds."""
     stage = (config.tile + config.rows) * TILE_D * 2
     # A byte a logit: of one tile, or of the two that warpgroups hold who take turns.
     codes = config.tile * config.rows * (2 if config.turns else 1)
-    return config.stages * (stage + 16) + codes + 16 + (4 * config.rows if filtered else 0)
+    return config.stages * (stage + 16) + codes + 16 + (4 * config.rows if gathers else 0)
 
 
 def grid(config: HopperConfig, batch: int, vocab: int, masses: bool, processors: int) -> tuple[int, int]:
@@ -84,16 +85,18 @@ def grid(config: HopperConfig, batch: int, vocab: int, masses: bool, processors:
     return row_blocks, max(1, min(shares, processors // row_blocks))
 
 
-def tile_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig) -> Kernel:
-    """The tile kernel for these features, compiled on first use."""
+def tile_kernel(
+    source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig, gathers: bool = False
+) -> Kernel:
+    """The tile kernel for these features, compiled on first use; ``gathers`` candidates."""
     defines = (
         ("TURNS", int(config.turns)), ("ROWS", config.rows), ("STAGES", config.stages), ("PAIR", config.pair),
         ("CLUSTER", config.cluster), ("GREEDY", int(rows.greedy)),
-        ("FILTER", int(rows.filtered)), ("REST", int(_has_top_p(rows))),
+        ("FILTER", int(gathers)), ("REST", int(gathers and _has_top_p(rows))),
         *_head_features(source, rows, mass, raw),
     )  # fmt: skip
     return load(
-        "categorical", "categorical_tiles", _TILE_THREADS, shared_bytes(config, rows.filtered), defines, _index(source.device)
+        "categorical", "categorical_tiles", _TILE_THREADS, shared_bytes(config, gathers), defines, _index(source.device)
     )
 
 
@@ -103,11 +106,11 @@ def finish_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool) 
     return load("finish", "finish_rows", _TILE_THREADS, _FINISH_BYTES, defines, _index(source.device))
 
 
-def choose_kernel(device: torch.device, batch: int, mass: bool, raw: bool) -> Kernel:
+def choose_kernel(device: torch.device, batch: int, mass: bool, raw: bool, top: bool) -> Kernel:
     """The kernel that draws from candidates: two blocks share a multiprocessor where there are more rows than those."""
     blocks = 1 if batch <= multiprocessors(device) else 2
-    defines = (("BLOCKS", blocks), ("MASS", int(mass)), ("RAW", int(raw)))
-    return load("choose", "choose_tokens", _CHOOSE_THREADS, _SORTED_BYTES, defines, _index(device))
+    defines = (("BLOCKS", blocks), ("TOP", int(top)), ("MASS", int(mass)), ("RAW", int(raw)))
+    return load("choose", "choose_tokens", _CHOOSE_THREADS, _CHOOSE_BYTES, defines, _index(device))
 
 
 def merge_kernel(device: torch.device, greedy: bool, mass: bool, raw: bool) -> Kernel:
@@ -122,8 +125,13 @@ def open_rows(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
-def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig) -> Samples:
-    """One draw a row; ``[B, 1]`` results. Operands must fit the copy engine (:func:`nologits.hopper.obstacle`)."""
+def launch_draw(
+    source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig, num_top: int = 0
+) -> Samples:
+    """One draw a row; ``[B, 1]`` results, and the ``num_top`` likeliest tokens of what ``mass`` and ``raw`` ask for.
+
+    Operands must fit the copy engine (:func:`nologits.hopper.obstacle`).
+    """
     hidden, head, device = source.hidden, source.head, source.device
     batch, depth, vocab = *hidden.shape, head.vocab_size
     processors = multiprocessors(device)
@@ -137,10 +145,15 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     winners = empty(batch, slots, 2)
     masses = empty(batch, mass_tiles, 2) if mass else None
     raw_masses = empty(batch, mass_tiles, 2) if raw else None
+
+    def tops(wanted: bool) -> TopTokens | None:
+        return TopTokens(empty(batch, num_top, dtype=torch.int64), empty(batch, num_top)) if num_top and wanted else None
+
     out = Samples(
         empty(batch, 1, dtype=torch.int64), empty(batch, 1) if mass else None, empty(batch, 1) if raw else None,
-        empty(batch) if mass else None,
+        empty(batch) if mass else None, tops(mass), tops(raw),
     )  # fmt: skip
+    gathers = rows.filtered or num_top > 0
     temperature = temperature_arguments(rows)
     tensors: dict[str, Tensor | None] = {
         "bias": head.bias, "logit_bias": rows.logit_bias, "bias_ids": rows.bias_ids, "bias_values": rows.bias_values,
@@ -150,9 +163,12 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
         "tokens": out.tokens, "logprobs": out.logprobs, "raw_logprobs": out.raw_logprobs, "log_masses": out.log_mass,
     }  # fmt: skip
     numbers: dict[str, int | float] = {}
-    if rows.filtered:
-        scratch, numbers = _filter_arguments(rows, batch, slots, device)
+    if gathers:
+        scratch, numbers = _filter_arguments(rows, batch, slots, num_top, device)
         tensors |= scratch
+        for name, top in (("top", out.top), ("raw_top", out.raw_top)):
+            if top is not None:
+                tensors |= {f"{name}_ids": top.ids, f"{name}_logprobs": top.logprobs}
     params = Params(
         **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}, **numbers,
         stride_logit_bias=stride_of(rows.logit_bias, 0), stride_bias_ids=stride_of(rows.bias_ids, 0),
@@ -165,11 +181,11 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
     )  # fmt: skip
     with on_device(device):
         maps = [tensor_map(head.weight, config.tile // config.cluster, TILE_D), tensor_map(hidden, box_rows, TILE_D)]
-        tile_kernel(source, rows, mass, raw, config).launch((row_blocks, slots), [*maps, params], device)
-        if not rows.filtered:
+        tile_kernel(source, rows, mass, raw, config, gathers).launch((row_blocks, slots), [*maps, params], device)
+        if not gathers:
             merge_kernel(device, rows.greedy, mass, raw).launch((batch, 1), [params], device, dependent=True)
             return out
-        choose_kernel(device, batch, mass, raw).launch((batch, 1), [params], device, dependent=True)
+        choose_kernel(device, batch, mass, raw, num_top > 0).launch((batch, 1), [params], device, dependent=True)
         finish = Params.from_buffer_copy(params)
         finish.tiles, finish.box_rows = -(-vocab // _FINISH_CONFIG.tile), min(_FINISH_CONFIG.rows, box_rows)
         maps = [tensor_map(head.weight, _FINISH_CONFIG.tile, TILE_D), tensor_map(hidden, finish.box_rows, TILE_D)]
@@ -180,7 +196,7 @@ def launch_draw(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, co
 
 
 def _filter_arguments(
-    rows: RowParams, batch: int, slots: int, device: torch.device
+    rows: RowParams, batch: int, slots: int, num_top: int, device: torch.device
 ) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
     """What the kernels are asked, and what they tell each other."""
     asked = {name: getattr(rows, name) for name in ("top_k", "top_p", "min_p")}
@@ -193,6 +209,8 @@ def _filter_arguments(
     scratch = {
         "rests": torch.empty(batch, slots, 2, dtype=torch.float64, device=device) if _has_top_p(rows) else None,
         "entries": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device),
+        "slot_thresholds": torch.empty(batch, slots, device=device),
+        "tops": torch.empty(batch, num_top, dtype=torch.int64, device=device) if num_top else None,
         "open": torch.empty(batch, _OPEN_WORDS, dtype=torch.int64, device=device),
         "open_rows": open_rows(device),
     }

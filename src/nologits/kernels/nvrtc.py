@@ -27,12 +27,17 @@ _OPERAND_TYPES = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """A loaded kernel. ``spilled_bytes``: local memory a thread, 0 where the compiler kept everything in registers."""
+    """A loaded kernel.
+
+    ``spilled_bytes``: local memory a thread, 0 where the compiler kept everything in registers. ``remarks``: what the compiler
+    said, such as that it had to serialise wgmma.
+    """
 
     function: Any
     threads: int
     shared_bytes: int
     spilled_bytes: int
+    remarks: str = ""
 
     def launch(
         self,
@@ -86,8 +91,8 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 @lru_cache(maxsize=64)
-def compile_source(name: str, defines: Defines) -> bytes:
-    """Machine code (cubin) for sm_90a of ``sm90/<name>.cu`` under the macros ``defines``.
+def compile_source(name: str, defines: Defines) -> tuple[bytes, str]:
+    """Machine code (cubin) for sm_90a of ``sm90/<name>.cu`` under the macros ``defines``, and the compiler's remarks.
 
     Raises:
         RuntimeError: with the compiler's messages.
@@ -101,27 +106,29 @@ def compile_source(name: str, defines: Defines) -> bytes:
     )  # fmt: skip
     options = [b"--gpu-architecture=sm_90a", b"-std=c++17", *(f"-D{key}={value}".encode() for key, value in defines)]
     status = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+    check(nvrtc.nvrtcGetProgramLog(program, log))
+    remarks = log.decode(errors="replace").strip("\0 \n")
     if int(status[0]) != 0:
-        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
-        check(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"{name}.cu does not compile with {dict(defines)}:\n{log.decode(errors='replace')}")
+        raise RuntimeError(f"{name}.cu does not compile with {dict(defines)}:\n{remarks}")
     code: bytes = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
     check(nvrtc.nvrtcGetCUBIN(program, code))
     check(nvrtc.nvrtcDestroyProgram(program))
-    return code
+    return code, remarks
 
 
 @lru_cache(maxsize=128)
 def load(name: str, entry: str, threads: int, shared_bytes: int, defines: Defines, device: int) -> Kernel:
     """The kernel ``entry`` of a compiled source on a device, whose context must be current."""
-    module = check(driver.cuModuleLoadData(compile_source(name, defines)))
+    code, remarks = compile_source(name, defines)
+    module = check(driver.cuModuleLoadData(code))
     function = check(driver.cuModuleGetFunction(module, entry.encode()))
     attribute = driver.CUfunction_attribute
     check(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
     check(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     return Kernel(
         function, threads, shared_bytes,
-        check(driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function)),
+        check(driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function)), remarks,
     )  # fmt: skip
 
 

@@ -34,20 +34,20 @@ __device__ __forceinline__ void join(Row& row, const Candidate& other) {
     keep_better(row.best, other);
 }
 
-// The slot's winner; or the threshold, and the rest below it.
+// What the slot has of the row: its winner or the rest, and the threshold.
 __device__ __forceinline__ void store_slot(const Params& p, const Row& row, const float* thresholds) {
     const i64 slot = static_cast<i64>(row.row) * gridDim.y + blockIdx.y;
-    float2 winner = make_float2(row.best.logit, __uint_as_float(row.best.token));
 #if FILTER
-    if (!row.drawn) {
-        winner.x = thresholds[row.row - blockIdx.x * ROWS];
+    if (row.gathered) p.slot_thresholds[slot] = thresholds[row.row - blockIdx.x * ROWS];
 #if REST
+    if (!row.drawn) {
         const RowRest rest = rest_of(row.best);
         p.rests[slot] = make_double2(rest.sum, rest.by_octave);
-#endif
     }
 #endif
-    p.winners[slot] = winner;
+    if (!row.drawn) return;
+#endif
+    p.winners[slot] = make_float2(row.best.logit, __uint_as_float(row.best.token));
 }
 
 // All that is left to make of a tile's bounds.

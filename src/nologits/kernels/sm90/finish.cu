@@ -195,10 +195,18 @@ __device__ __forceinline__ u64 words_through(u64 mine) {
     return mine;
 }
 
-// The row keeps what `floor` keeps: is that all, or is there a top-p of it?
+// The row keeps what `floor` keeps, of all or of its likeliest tokens. What comes next?
 __device__ __forceinline__ void go_on(const Params& p, OpenRow& open, const Request& request, const Filters& filters, const Scale& scale) {
-    if (filters.top_p && !open.weighed) begin_mass(p, open, request, scale, scale.peak);
-    else open.mode = DRAWING;
+    if (open.topping) {
+        open.topping = 2;
+        open.mode = COLLECTING;
+        open.first = open.floor.key;
+        open.last = key_of(scale.peak);
+    } else if (filters.top_p && !open.weighed) {
+        begin_mass(p, open, request, scale, scale.peak);
+    } else {
+        open.mode = DRAWING;
+    }
 }
 
 __device__ __forceinline__ void empty_words(Entry* words) {
@@ -235,15 +243,24 @@ __device__ __forceinline__ void narrow(const Params& p, int row, OpenRow open, c
     const u64 through = words_through(mine), total = __shfl_sync(ALL, through, 31);
     if (open.mode == BY_MASS && open.target == 0.0) open.target = fmax(request.top_p * static_cast<double>(total), 0.5);
 
-    // The bin that reaches the target
+    // The bin that reaches the target: first the lane that has it, then all look at that lane's bins
     u64 before = open.above + through - mine, measure = 0;
+    const bool reaches = static_cast<double>(before) < open.target && static_cast<double>(before + mine) >= open.target;
+    const u32 reached = __ballot_sync(ALL, reaches);
     int bin = -1;
-    if (static_cast<double>(before) < open.target && static_cast<double>(before + mine) >= open.target) {
-        for (int i = 0; i < EACH; ++i) {
-            measure = __ldcg(&words[upper - i]);
-            bin = upper - i;
-            if (static_cast<double>(before + measure) >= open.target) break;
-            before += measure;
+    if (reached) {
+        const int source = __ffs(reached) - 1;
+        static_assert(EACH == 64, "two bins a lane");
+        const int first = BINS - 1 - EACH * source - 2 * lane;
+        const u64 upper_bin = __ldcg(&words[first]), lower_bin = __ldcg(&words[first - 1]);
+        before = __shfl_sync(ALL, before, source) + words_through(upper_bin + lower_bin) - (upper_bin + lower_bin);
+        if (static_cast<double>(before) < open.target && static_cast<double>(before + upper_bin) >= open.target) {
+            bin = first;
+            measure = upper_bin;
+        } else if (static_cast<double>(before + upper_bin) < open.target && static_cast<double>(before + upper_bin + lower_bin) >= open.target) {
+            bin = first - 1;
+            before += upper_bin;
+            measure = lower_bin;
         }
     }
     const u32 found = __ballot_sync(ALL, bin >= 0);
@@ -307,18 +324,49 @@ __device__ __forceinline__ Entry last_kept(const OpenRow& open, const List& list
     return found;
 }
 
-// The results of a row that has been drawn from: `best` and `kept` are a lane's, of what its slots lack.
-__device__ __forceinline__ void settle(const Params& p, int row, float peak, Candidate best, u64 kept) {
+// The results of a row that keeps what `boundary` does and has been drawn from: `best` and `kept` are a lane's, of what its slots lack.
+__device__ __forceinline__ void settle(const Params& p, int row, float peak, const Boundary& boundary, Candidate best, u64 kept) {
     const int lane = threadIdx.x & 31;
     const Entry* const words = words_of(p, row);
     for (int i = lane; i < 2 * gridDim.y; i += 32) keep_better(best, load_winner(words + DRAWN + 2 * i));
     best = best_of_lanes(best);
     kept = __shfl_sync(ALL, words_through(kept), 31) + __ldcg(&words[KEPT]);
+    const float temperature = row_temperature(p, row);
     if (lane == 0) {
-        write_filtered(p, row, best, peak, row_temperature(p, row), kept);
+        write_filtered(p, row, best, peak, temperature, kept);
         p.open[row].mode = SETTLED;
     }
     write_raw(p, row, best.logit);
+    for (int i = lane; p.top_ids && i < p.num_top; i += 32) {
+        const Entry entry = __ldcg(&p.tops[static_cast<i64>(row) * p.num_top + i]);
+        write_top(p, row, i, entry, boundary.keeps(key_of_entry(entry), id_of_entry(entry)), temperature, peak, log(kept * 0x1p-40));
+    }
+}
+
+// A list that is the row's likeliest tokens.
+__device__ __forceinline__ void settle_tops(const Params& p, int row, const Request& request, const Filters& filters, const Scale& scale, const List& list) {
+    const int lane = threadIdx.x & 31;
+    float total = 0.0f, raw_total = 0.0f;
+#if MASS
+    total = log_total_of_warp(p.masses + static_cast<i64>(row) * p.mass_tiles, p.mass_tiles, scale.peak, row_inverse(request.temperature));
+#endif
+#if RAW
+    raw_total = log_total_of_warp(p.raw_masses + static_cast<i64>(row) * p.mass_tiles, p.mass_tiles, scale.peak, LOG2E);
+#endif
+    u32 ties = 0;
+    for (int i = lane; i < list.count; i += 32) ties += key_of_entry(list.entries[i]) == key_of(scale.peak);
+    const i64 most = request.temperature > 0.0f ? p.num_top : kept_of_greedy(request, p.V, __reduce_add_sync(ALL, ties));
+    for (int i = lane; i < p.num_top; i += 32) {
+        const Entry entry = i < list.count ? list.entries[i] : 0;
+        int place = i;
+        if (entry) {
+            place = 0;
+            for (int j = 0; j < list.count; ++j) place += list.entries[j] > entry;
+        }
+        p.tops[static_cast<i64>(row) * p.num_top + place] = entry;
+        if (p.raw_top_ids) write_raw_top(p, row, place, entry, scale.peak, raw_total);
+        if (p.top_ids && !filters.any()) write_top(p, row, place, entry, place < most, request.temperature, scale.peak, total);
+    }
 }
 
 // What is kept of a list, and the row's results, or what comes next.
@@ -326,6 +374,7 @@ __device__ __forceinline__ void settle_list(const Params& p, int row, OpenRow op
     const int lane = threadIdx.x & 31;
     Entry* const words = words_of(p, row);
     const Request request = request_of(p, row);
+    const Filters filters(request, p.V);
     if (open.mode == WEIGHING) {
         u64 mass = 0;
 #pragma unroll 8
@@ -338,25 +387,28 @@ __device__ __forceinline__ void settle_list(const Params& p, int row, OpenRow op
         list.measures[i] = open.weighed ? units(value_of(key_of_entry(list.entries[i])), scale, table) : 1;
     }
     __syncwarp();
-    const Entry last = last_kept(open, list);
-    const Filters filters(request, p.V);
-    if (filters.top_p && !open.weighed) {
-        empty_words(words);
+    if (open.topping == 2) {
+        settle_tops(p, row, request, filters, scale, list);
+        begin_filters(p, open, request, filters, scale, scale.peak);
+    } else {
+        const Entry last = last_kept(open, list);
         open.floor = {key_of_entry(last), id_of_entry(last)};
-        begin_mass(p, open, request, scale, scale.peak);
-        if (lane == 0) p.open[row] = open;
-        return;
+        if (!open.topping && (open.weighed || !filters.top_p)) {
+            Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+            u64 kept = 0;
+            for (int i = lane; i < list.count; i += 32) {
+                const Entry entry = list.entries[i];
+                if (entry < last) continue;
+                const float logit = value_of(key_of_entry(entry));
+                keep_better(best, winner_of(make_float2(logit, __int_as_float(id_of_entry(entry))), stream, spread));
+                if (MASS) kept += units(logit, scale, table);
+            }
+            return settle(p, row, scale.peak, open.floor, best, kept);
+        }
+        go_on(p, open, request, filters, scale);
     }
-    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
-    u64 kept = 0;
-    for (int i = lane; i < list.count; i += 32) {
-        const Entry entry = list.entries[i];
-        if (entry < last) continue;
-        const float logit = value_of(key_of_entry(entry));
-        keep_better(best, winner_of(make_float2(logit, __int_as_float(id_of_entry(entry))), stream, spread));
-        if (MASS) kept += units(logit, scale, table);
-    }
-    settle(p, row, scale.peak, best, kept);
+    empty_words(words);
+    if (lane == 0) p.open[row] = open;
 }
 
 // ---- all blocks together
@@ -449,7 +501,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
                 for (int r = blockIdx.y + warp / 2 * gridDim.y; warp % 2 == 0 && r < ROWS; r += 4 * gridDim.y) {
                     const OpenRow& open = work.open[r];
                     Entry* const list = reinterpret_cast<Entry*>(work.tile[warp]);
-                    if (open.mode == DRAWING) settle(p, row0 + r, work.scale[r].peak, {NOTHING_ORDER, NO_TOKEN, 0.0f}, 0);
+                    if (open.mode == DRAWING) settle(p, row0 + r, work.scale[r].peak, open.floor, {NOTHING_ORDER, NO_TOKEN, 0.0f}, 0);
                     else if (open.mode == COLLECTING || open.mode == WEIGHING) settle_list(p, row0 + r, open, work.scale[r], work.table[r], work.stream[r], work.spread[r], {list, list + LISTED, 0});
                     else if (open.mode != SETTLED) narrow(p, row0 + r, open, work.scale[r], work.table[r]);
                 }

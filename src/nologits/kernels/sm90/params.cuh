@@ -8,10 +8,12 @@ enum Mode { SETTLED, BY_COUNT, BY_MASS, BY_ID, WEIGHING, COLLECTING, DRAWING };
 // A row whose kept set its candidates do not settle.
 struct alignas(16) OpenRow {
     int mode;
+    int lowest;            // first key that min-p keeps
     Boundary floor;        // what is known to be kept, at most
     int first, last;       // keys between which the boundary lies
     int id_first, id_last; // BY_ID: ids between which the last of its copies lies
     int weighed;           // the boundary is top-p's: measures are masses
+    int topping;           // 1: the boundary is that of the likeliest tokens, which are asked for as well; 2: they are listed
     float low, inverse;    // where bins begin, and how many there are to one logit; 0: they are equal in keys
     u64 above;             // measure of what is kept and comes before
     double target;         // the measure that reaches the boundary; 0 while it is not known
@@ -23,6 +25,7 @@ constexpr int KEPT = BINS;      // kept mass
 constexpr int COUNT = BINS + 1; // how many are listed
 constexpr int DRAWN = BINS + 2; // winners, two words each
 constexpr int LISTED = 1024, LIST = CAPACITY - LISTED;
+constexpr int MOST_TOP = 128;
 
 constexpr float LOWEST_LOGIT = -3.4028234e38f;  // as a threshold: every logit above -inf is a candidate
 // The mass of what lies below a threshold, in units of the threshold's; and the sum of those masses times the octaves by which they are
@@ -32,8 +35,9 @@ struct RowRest {
     float by_octave;
 };
 
-// The sum may be off by so much, relative: 2^-22 by the exponential, 7 2^-24 by its additions; and by so much for each octave.
-constexpr double REST_ERROR = 6.6e-7, REST_ERROR_BY_OCTAVE = 4.4e-8;
+// The sum may be off by so much, relative: 2^-22 by the exponential, 3 2^-24 by what of it is added in fp32; and by so much for each
+// octave.
+constexpr double REST_ERROR = 4.2e-7, REST_ERROR_BY_OCTAVE = 4.4e-8;
 
 // What exponents of 2 lack: (x - threshold) inverse = x inverse + this.
 __device__ __forceinline__ float rest_offset(float threshold, float inverse) { return -(threshold * inverse); }
@@ -69,10 +73,18 @@ struct Params {
     const void* top_k;
     const void* top_p;
     const void* min_p;
-    // and what goes between the kernels: candidates [B, CAPACITY], how many there are [B]; order of each row's largest logit [B] and
-    // of the pilot's [B, 2 slots] and of its threshold [B], with the sign turned so that 0 is none; open rows [B]; their number and what
-    // has arrived at the grid's barrier [2]; their number in all calls;
-    // the mass below each slot's threshold [B, slots]
+    // what goes between the kernels. Orders of logits have their sign turned, so that 0 is none
+    //     entries        [B, CAPACITY]     candidates; `gathered` [B] counts them, also those there was no room for
+    //     peaks          [B]               order of the row's largest logit
+    //     pilot          [B, 2 slots]      and of the pilot's
+    //     thresholds     [B]               and of what follows from them
+    //     open           [B]               rows that are left to finish.cu
+    //     progress       [2]               how many there are; what has arrived at the grid's barrier
+    //     open_rows      [1]               how many there have been in all calls
+    //     rests          [B, slots]        mass below the slot's threshold
+    //     slot_thresholds                  which is the above, or lower where a block would not wait
+    //     tops           [B, num_top]      the likeliest tokens
+    // and more results: what they are as sampled, and raw
     Entry* entries;
     u32* gathered;
     u32* peaks;
@@ -82,9 +94,15 @@ struct Params {
     u32* progress;
     u64* open_rows;
     double2* rests;
+    float* slot_thresholds;
+    Entry* tops;
+    i64* top_ids;
+    float* top_logprobs;
+    i64* raw_top_ids;
+    float* raw_top_logprobs;
     i64 stride_top_k, stride_top_p, stride_min_p, top_k_value;
     double top_p_value, min_p_value;
-    int top_k_wide, top_p_wide, min_p_wide;
+    int top_k_wide, top_p_wide, min_p_wide, num_top;
 };
 
 // The noise stream of a row; unseeded rows (seed -1) take the call's entropy and their slot.

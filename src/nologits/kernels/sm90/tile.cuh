@@ -80,6 +80,7 @@ struct Row {
     bool valid;
     bool warp_valid;  // some row of the warp's set is; other warps only take part in the multiplication
     bool drawn, warp_drawn;  // here: filtered rows are drawn later, from what they keep
+    bool gathered;           // its candidates are
     Stream stream;
     float spread;   // T ln 2
     float inverse;  // 1 / (T ln 2)
@@ -117,13 +118,14 @@ __device__ __forceinline__ Row make_row(const Params& p, int warp_row, int offse
     const bool valid = row < p.B;
     const int at = valid ? row : 0;
     const float temperature = row_temperature(p, at);
-    bool drawn = valid, warp_drawn = warp_row < p.B;
+    bool drawn = valid, warp_drawn = warp_row < p.B, gathered = false;
 #if FILTER
     const Filters filters(request_of(p, at), p.V);
     drawn &= !filters.any();
     warp_drawn = __any_sync(ALL, drawn);
+    gathered = valid && (filters.any() || p.num_top > 0);
 #endif
-    return {row, valid, warp_row < p.B, drawn, warp_drawn, row_stream(p, at), row_spread(temperature), row_inverse(temperature), LOWEST,
+    return {row, valid, warp_row < p.B, drawn, warp_drawn, gathered, row_stream(p, at), row_spread(temperature), row_inverse(temperature), LOWEST,
             {NOTHING_ORDER, NO_TOKEN, 0.0f},
 #if FILTER
             -infinity(), valid && filters.mass_of_all(), {0.0, 0.0f}

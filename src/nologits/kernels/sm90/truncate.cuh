@@ -14,6 +14,7 @@
 constexpr int PIECES = 2;              // of the pilot's tile
 constexpr int MOST_PILOT = 9;          // logits of a lane: of up to 144 blocks
 constexpr float WANTED = 1024.0f;      // candidates, for a top-p
+constexpr float ROOM = 2800.0f;        // the most of them, for a min-p that may keep more than there is room for
 constexpr float MARGIN_OF_K = 1.3f;    // candidates for each that a top-k keeps, where the pilot is smaller than k
 constexpr u32 PATIENCE = 1 << 18;      // cycles
 
@@ -56,10 +57,9 @@ __device__ __forceinline__ void tell_pilot(const float (&x)[IDS], const Params& 
     }
 }
 
-// Which of the pilot's logits, from the largest, is the threshold.
-__device__ __forceinline__ int pilot_rank(const Filters& filters, i64 top_k, int pilot, int V) {
-    if (filters.top_k && top_k <= pilot) return static_cast<int>(top_k);
-    const float wanted = filters.top_k ? MARGIN_OF_K * top_k : WANTED, pieces = static_cast<float>(V) / (TILE_V / PIECES);
+// The pilot's logit from which on a row has about so many, as a rank among them.
+__device__ __forceinline__ int rank_for(float wanted, int pilot, int V) {
+    const float pieces = static_cast<float>(V) / (TILE_V / PIECES);
     return max(1, min(pilot, static_cast<int>(pilot * (1.0f - exp2_approx(-wanted / pieces * LOG2E)))));
 }
 
@@ -69,7 +69,7 @@ __device__ __forceinline__ float pilot_threshold(const Params& p, int row) {
     const Filters filters(request, p.V);
     const int pilot = gridDim.y * PIECES, lane = threadIdx.x & 31;
     if (p.V <= CAPACITY || !possible(request.temperature)) return LOWEST;
-    u32 told[MOST_PILOT], low = 0xFFFFFFFF, high = 0;
+    u32 told[MOST_PILOT], lowest = 0xFFFFFFFF, highest = 0;
     be_patient(PATIENCE, [&] {
         bool all = true;
 #pragma unroll
@@ -82,18 +82,13 @@ __device__ __forceinline__ float pilot_threshold(const Params& p, int row) {
     });
 #pragma unroll
     for (int i = 0; i < MOST_PILOT; ++i)
-        if (lane + 32 * i < pilot) low = min(low, told[i]), high = max(high, told[i]);
-    low = __reduce_min_sync(ALL, low);
-    high = __reduce_max_sync(ALL, high);
-    const float peak = order_score(turned_back(high));
-    float threshold = LOWEST;
-    if (filters.min_p) {  // any below the bound will do
-        const float reach = request.temperature * logf(static_cast<float>(request.min_p));
-        threshold = fmaxf(threshold, peak + reach - (fabsf(peak) + fabsf(reach)) * 1e-6f);
-    }
-    if (filters.top_k || (filters.top_p && !filters.min_p)) {
-        // The rank-th largest, rounded down: a threshold may lie below it
-        const u32 rank = pilot_rank(filters, request.top_k, pilot, p.V);
+        if (lane + 32 * i < pilot) lowest = min(lowest, told[i]), highest = max(highest, told[i]);
+    lowest = __reduce_min_sync(ALL, lowest);
+    highest = __reduce_max_sync(ALL, highest);
+
+    // The rank-th largest, rounded down: a threshold may lie below it. What nobody has told is no number, and fmaxf passes over it
+    auto ranked = [&](u32 rank) {
+        u32 low = lowest, high = highest;
         while (high - low > 1 << 12) {
             const u32 middle = low + (high - low) / 2;
             u32 count = 0;
@@ -102,9 +97,20 @@ __device__ __forceinline__ float pilot_threshold(const Params& p, int row) {
             if (__reduce_add_sync(ALL, count) >= rank) low = middle;
             else high = middle;
         }
-        threshold = fmaxf(threshold, order_score(turned_back(low)));
+        return fmaxf(LOWEST, order_score(turned_back(low)));
+    };
+    const bool by_mass = filters.top_p && !filters.top_k && !filters.min_p;
+    int rank = filters.top_k && request.top_k <= pilot ? static_cast<int>(request.top_k) : 0;
+    if (filters.top_k && !rank) rank = rank_for(MARGIN_OF_K * request.top_k, pilot, p.V);
+    if (by_mass) rank = rank_for(WANTED, pilot, p.V);
+    if (!filters.any() || rank) rank = max(rank, min(pilot, p.num_top));
+    float threshold = ranked(rank ? rank : rank_for(ROOM, pilot, p.V));
+    if (filters.min_p) {  // any below the bound will do
+        const float peak = order_score(turned_back(highest)), reach = request.temperature * logf(static_cast<float>(request.min_p));
+        threshold = fmaxf(threshold, peak + reach - (fabsf(peak) + fabsf(reach)) * 1e-6f);
+        if (p.num_top) threshold = fminf(threshold, ranked(max(rank, min(pilot, p.num_top))));
     }
-    return threshold;  // fmaxf has passed over what is no number
+    return threshold;
 }
 
 // Finds every row's threshold. Each block works out those of a few rows, and tells the others. Of warpgroups that take turns the
@@ -159,7 +165,7 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
     u32 reached = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float threshold = rows[h].valid && !rows[h].drawn ? thresholds[8 * h] : infinity();
+        const float threshold = rows[h].gathered ? thresholds[8 * h] : infinity();
 #pragma unroll
         for (int slot = h; slot < SLOTS; slot += 2) {
             const int g = slot >> 1;
@@ -168,7 +174,7 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
             if (!(largest < threshold)) reached |= 1u << slot;
         }
     }
-    reached &= (rows[0].valid && !rows[0].drawn ? 0x55555555u : 0) | (rows[1].valid && !rows[1].drawn ? 0xAAAAAAAAu : 0);
+    reached &= (rows[0].gathered ? 0x55555555u : 0) | (rows[1].gathered ? 0xAAAAAAAAu : 0);
     // Registers cannot be indexed by a number known at run time: the logits go through shared memory.
     float4* const staged = reinterpret_cast<float4*>(codes) + (threadIdx.x & 31);
     while (__any_sync(ALL, reached)) {
@@ -206,7 +212,8 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
 
 // ---- the mass of all that is no candidate
 
-// A sum in a tree, whose rounding grows with its depth and not with its length.
+constexpr int ADDED_IN_FP32 = 8;  // terms of a rest, in a tree; such sums are added in fp64
+
 template <int count, typename Term>
 __device__ __forceinline__ float tree_sum(int first, Term term) {
     if constexpr (count == 1) return term(first);
@@ -220,13 +227,15 @@ __device__ __forceinline__ void weigh_rest(const float (&x)[IDS], Row (&rows)[2]
         if (!__any_sync(ALL, rows[h].weighs)) continue;
         const float threshold = thresholds[8 * h], inverse = rows[h].inverse, scaled = rest_offset(threshold, inverse);
         float by_octave = 0.0f;
-        const float sum = tree_sum<IDS / 2>(0, [&](int i) {
-            const float logit = x[register_at(i, h)], y = fmaxf(__fmaf_rn(logit, inverse, scaled), -126.0f);
-            const float share = logit < threshold ? exp2_approx(y) : 0.0f;
-            if (logit < threshold) by_octave = __fmaf_rn(share, y, by_octave);
-            return share;
-        });
-        rows[h].rest.sum += sum;
+#pragma unroll
+        for (int first = 0; first < IDS / 2; first += ADDED_IN_FP32) {
+            rows[h].rest.sum += tree_sum<ADDED_IN_FP32>(first, [&](int i) {
+                const float logit = x[register_at(i, h)], y = fmaxf(__fmaf_rn(logit, inverse, scaled), -126.0f);
+                const float share = logit < threshold ? exp2_approx(y) : 0.0f;
+                if (logit < threshold) by_octave = __fmaf_rn(share, y, by_octave);
+                return share;
+            });
+        }
         rows[h].rest.by_octave += by_octave;
     }
 }
@@ -239,7 +248,6 @@ __device__ __forceinline__ RowRest operator+(const RowRest& a, const RowRest& b)
 __device__ __forceinline__ void finish_candidates(const Params& p, Row& row) {
     const RowRest rest = {over_row(row.rest.sum, [](double a, double b) { return a + b; }), over_row(row.rest.by_octave, [](float a, float b) { return a + b; })};
     const float peak = over_row(row.peak, max_or_nan);
-    if (!row.valid || row.drawn) return;
-    set_rest(row.best, rest);
-    if ((threadIdx.x & 3) == 0) atomicMax(&p.peaks[row.row], turned(score_order(peak)));
+    if (row.valid && !row.drawn) set_rest(row.best, rest);
+    if (row.gathered && (threadIdx.x & 3) == 0) atomicMax(&p.peaks[row.row], turned(score_order(peak)));
 }

@@ -37,10 +37,14 @@ __device__ __forceinline__ float mass_of_thread(const float2* masses, int tiles,
     return total;
 }
 
+#ifndef LARGE
+#define LARGE __forceinline__  // beside wgmma no function may be called
+#endif
+
 // Mass of the row relative to `logit`, as a natural logarithm, by one warp; the same bits as by four.
-__device__ __forceinline__ float log_total_of_warp(const float2* masses, int tiles, float logit, float inverse) {
+__device__ LARGE float log_total_of_warp(const float2* masses, int tiles, float logit, float inverse) {
     float total = 0.0f;
-#pragma unroll
+#pragma unroll 1
     for (int w = 0; w < MASS_THREADS / 32; ++w) total += mass_of_thread(masses, tiles, 32 * w + (threadIdx.x & 31), logit, inverse);
     return LN2 * __log2f(total);
 }
@@ -76,6 +80,25 @@ __device__ __forceinline__ void begin_mass(const Params& p, OpenRow& open, const
     if (!(open.inverse > 0.0f && open.inverse < 1e30f)) open.inverse = 0.0f;
 }
 
+// Has the boundary of the `count` largest looked for that `floor` keeps.
+__device__ __forceinline__ void begin_count(OpenRow& open, const Scale& scale, i64 count) {
+    open.mode = BY_COUNT;
+    open.first = open.floor.key + 1;
+    open.last = key_of(scale.peak);
+    open.above = 0;
+    open.target = static_cast<double>(count);
+    open.inverse = 0.0f;
+}
+
+// Has a row's filters looked for from the start; `high` as above.
+__device__ __forceinline__ void begin_filters(const Params& p, OpenRow& open, const Request& request, const Filters& filters, const Scale& scale, float high) {
+    open.floor = {open.lowest - 1, NO_ID};
+    open.weighed = open.topping = 0;
+    if (filters.top_k) begin_count(open, scale, request.top_k);
+    else if (filters.top_p) begin_mass(p, open, request, scale, high);
+    else open.mode = filters.any() ? DRAWING : SETTLED;
+}
+
 // A winner in two words.
 __device__ __forceinline__ void store_winner(Entry* words, const Candidate& best) {
     words[0] = static_cast<u64>(turned(best.order)) << 32 | best.token;
@@ -84,4 +107,34 @@ __device__ __forceinline__ void store_winner(Entry* words, const Candidate& best
 __device__ __forceinline__ Candidate load_winner(const Entry* words) {
     const Entry first = __ldcg(words);
     return {turned_back(first >> 32), static_cast<u32>(first), __uint_as_float(static_cast<u32>(__ldcg(words + 1)))};
+}
+
+// ---- the likeliest tokens
+
+// Of a greedy row with `ties` tokens at its peak the filters keep so many.
+__device__ __forceinline__ i64 kept_of_greedy(const Request& request, int V, i64 ties) {
+    i64 kept = request.min_p > 0.0 ? ties : V;
+    if (request.top_k > 0) kept = min(kept, request.top_k);
+    if (request.top_p < 1.0) kept = max(1ll, static_cast<i64>(ceil(request.top_p * static_cast<double>(min(kept, ties)))));
+    return kept;
+}
+
+// Writes the i-th of the row's likeliest tokens (0: there are fewer) as it is under the head's own logits, whose total is `raw_total`
+// relative to the peak, as a logarithm.
+__device__ __forceinline__ void write_raw_top(const Params& p, int row, int i, Entry entry, float peak, float raw_total) {
+    const i64 at = static_cast<i64>(row) * p.num_top + i;
+    const float logit = value_of(key_of_entry(entry));
+    p.raw_top_ids[at] = entry ? id_of_entry(entry) : -1;
+    p.raw_top_logprobs[at] = !entry ? -infinity() : logit == infinity() ? 0.0f : logit - peak - raw_total;
+}
+
+// And as it is sampled, if it is kept: `total` is the kept mass relative to the peak's, as a logarithm.
+__device__ __forceinline__ void write_top(const Params& p, int row, int i, Entry entry, bool kept, float temperature, float peak, double total) {
+    const i64 at = static_cast<i64>(row) * p.num_top + i;
+    const float logit = value_of(key_of_entry(entry));
+    double logprob = (static_cast<double>(logit) - peak) / temperature - total;
+    if (temperature == 0.0f) logprob = i == 0 ? 0.0 : -infinity();
+    if (logit == infinity()) logprob = 0.0;
+    p.top_ids[at] = entry && kept ? id_of_entry(entry) : -1;
+    p.top_logprobs[at] = entry && kept ? static_cast<float>(logprob) : -infinity();
 }
