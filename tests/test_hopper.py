@@ -256,3 +256,20 @@ def test_the_c_and_python_parameters_agree():
         for name in filter(None, (n.strip() for n in names.split(","))):
             fields.append((name, ctypes.c_void_p if kind.endswith("*") else kinds[kind]))
     assert fields == list(Params._fields_)
+
+
+@pytest.mark.parametrize("logprobs", [False, True], ids=["plain", "logprobs"])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}], ids=["all", "top_k", "top_p"])
+def test_the_compiler_remarks_nothing(filters, logprobs, monkeypatch):
+    """A call beside wgmma serialises it, which NVRTC only says in its log; ``clock()`` was one."""
+    from nologits.kernels import categorical_sm90, nvrtc
+
+    remarks = []
+    monkeypatch.setattr(
+        categorical_sm90, "load", lambda *arguments: remarks.append(nvrtc.load(*arguments).remarks) or nvrtc.load(*arguments)
+    )
+    for batch in (3, 100, 200):
+        hidden, weight = operands(batch)
+        nl.LMHead(weight).sample(hidden, nl.SamplingParams(seed=1, **filters), logprobs=logprobs, impl="hopper")
+    assert len(remarks) >= 6
+    assert set(remarks) == {""}

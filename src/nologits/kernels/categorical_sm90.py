@@ -7,8 +7,6 @@ Without filters those are ``sm90/categorical.cu`` and ``sm90/merge.cu``. With fi
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -119,10 +117,19 @@ def merge_kernel(device: torch.device, greedy: bool, mass: bool, raw: bool) -> K
     return load("merge", "categorical_merge", _MERGE_THREADS, 0, defines, _index(device))
 
 
-@lru_cache(maxsize=16)
+_counters: dict[int, Tensor] = {}
+
+
 def open_rows(device: torch.device) -> Tensor:
-    """int64 ``[1]``: rows of all calls so far whose candidates did not settle what they keep (``sm90/finish.cu`` did)."""
-    return torch.zeros(1, dtype=torch.int64, device=device)
+    """int64 ``[1]``: rows so far, of all calls on that GPU, whose candidates did not settle what they keep.
+
+    They were settled all the same, by further sweeps (``sm90/finish.cu``). Counted from the first call that is not captured
+    into a graph.
+    """
+    index = _index(device)
+    if index not in _counters:
+        _counters[index] = torch.zeros(1, dtype=torch.int64, device=torch.device("cuda", index))
+    return _counters[index]
 
 
 def launch_draw(
@@ -212,7 +219,7 @@ def _filter_arguments(
         "slot_thresholds": torch.empty(batch, slots, device=device),
         "tops": torch.empty(batch, num_top, dtype=torch.int64, device=device) if num_top else None,
         "open": torch.empty(batch, _OPEN_WORDS, dtype=torch.int64, device=device),
-        "open_rows": open_rows(device),
+        "open_rows": open_rows(device) if _index(device) in _counters or not torch.cuda.is_current_stream_capturing() else None,
     }
     return {**tensors, **scratch, **dict(zip(sizes, zeros, strict=True))}, numbers
 

@@ -139,8 +139,9 @@ __device__ __forceinline__ void join_slots(const Params& p, int row, float tempe
     const float offset_error = __fmaf_rn(highest, inverse, rest_offset(highest, inverse));
     work.threshold = highest;
     work.agreed = lowest == highest;
-    work.rest = (sum - 0.6931471805599453 * slope_error * by_octave) * exp2(-static_cast<double>(offset_error));
-    work.doubt = sum * REST_ERROR - by_octave * REST_ERROR_BY_OCTAVE;
+    const double offset = exp2(-static_cast<double>(offset_error));
+    work.rest = (sum - 0.6931471805599453 * slope_error * by_octave) * offset;
+    work.doubt = (sum * REST_ERROR - by_octave * REST_ERROR_BY_OCTAVE) * offset;
 }
 
 // The best of a thread's part of the held entries with keys from `first` on, and of as many sorted ones as are kept.
@@ -178,7 +179,7 @@ __device__ __forceinline__ void leave_open(const Params& p, int row, const Filte
     }
     p.open[row] = open;
     atomicAdd(&p.progress[0], 1);
-    atomicAdd(p.open_rows, 1ull);
+    if (p.open_rows) atomicAdd(p.open_rows, 1ull);
 }
 
 // Leaves a row to finish.cu whose boundary is known but for the exact mass of what is no candidate: one of the list's. Before them come
@@ -201,7 +202,7 @@ __device__ __forceinline__ void leave_in_doubt(const Params& p, int row, const S
     open.above = above;
     p.open[row] = open;
     atomicAdd(&p.progress[0], 1);
-    atomicAdd(p.open_rows, 1ull);
+    if (p.open_rows) atomicAdd(p.open_rows, 1ull);
 }
 
 // Calls step(entry) for the candidates. Once in the code, and not unrolled: all of this runs once a row, and reading code for the first

@@ -67,8 +67,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) categorical_merge(const __
 #endif
 #if RAW
     {
-        const float total = LN2 * log2_total(p.raw_masses + static_cast<i64>(row) * p.mass_tiles, p.mass_tiles, best.logit, LOG2E, scratch);
-        if (threadIdx.x == 0) p.raw_logprobs[row] = valid ? (infinite ? 0.0f : -total) : not_a_number();
+        const float2* const masses = p.raw_masses + static_cast<i64>(row) * p.mass_tiles;
+        const float of_warp = reference_of_thread(masses, p.mass_tiles, threadIdx.x);
+        if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = of_warp;
+        __syncthreads();
+        float reference = of_warp;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) reference = fmaxf(reference, scratch[w]);
+        __syncthreads();
+        const float total = LN2 * log2_total(masses, p.mass_tiles, reference, LOG2E, scratch);
+        if (threadIdx.x == 0) p.raw_logprobs[row] = valid ? (infinite ? 0.0f : best.logit - reference - total) : not_a_number();
     }
 #endif
 }

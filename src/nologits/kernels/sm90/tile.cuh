@@ -160,10 +160,10 @@ __device__ __forceinline__ void head_transform(float (&x)[IDS], const Params& p,
                 logit += bias;
 #endif
 #if HEAD_SCALE
-                logit *= p.scale;
+                logit = __fmul_rn(logit, p.scale);  // not to be joined with an addition here and not there
 #endif
 #if SOFTCAP
-                logit = p.softcap * tanh_of(__fdividef(logit, p.softcap));
+                logit = __fmul_rn(p.softcap, tanh_of(__fdividef(logit, p.softcap)));
 #endif
             }
         }

@@ -58,11 +58,25 @@ __device__ __forceinline__ void write_filtered(const Params& p, int row, const C
 #endif
 }
 
-// The rest of it, by one warp.
+// A logit whose mass is not much less than the row's, whatever was drawn: under a high temperature that may be far below.
+__device__ __forceinline__ float reference_of_thread(const float2* masses, int tiles, int thread) {
+    float reference = LOWEST_LOGIT;
+    for (int t = thread; t < tiles; t += MASS_THREADS)
+        if (masses[t].y > 0.0f) reference = fmaxf(reference, masses[t].x);
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) reference = fmaxf(reference, __shfl_xor_sync(ALL, reference, lanes));
+    return reference;
+}
+
+// The token's log-probability under the head's own logits, by one warp.
 __device__ __forceinline__ void write_raw(const Params& p, int row, float logit) {
 #if RAW
-    const float total = log_total_of_warp(p.raw_masses + static_cast<i64>(row) * p.mass_tiles, p.mass_tiles, logit, LOG2E);
-    if ((threadIdx.x & 31) == 0) p.raw_logprobs[row] = logit == infinity() ? 0.0f : -total;
+    const float2* const masses = p.raw_masses + static_cast<i64>(row) * p.mass_tiles;
+    float reference = LOWEST_LOGIT;
+#pragma unroll 1
+    for (int w = 0; w < MASS_THREADS / 32; ++w) reference = fmaxf(reference, reference_of_thread(masses, p.mass_tiles, 32 * w + (threadIdx.x & 31)));
+    const float total = log_total_of_warp(masses, p.mass_tiles, reference, LOG2E);
+    if ((threadIdx.x & 31) == 0) p.raw_logprobs[row] = logit == infinity() ? 0.0f : logit - reference - total;
 #endif
 }
 
