@@ -7,6 +7,7 @@ Without filters those are ``sm90/categorical.cu`` and ``sm90/merge.cu``. With fi
 from __future__ import annotations
 
 import ctypes
+
 import torch
 from torch import Tensor
 
