@@ -30,6 +30,10 @@ FILTERED_ROWS = 512
 """Rows of one filtered draw from hidden states. Beyond, the matmul's time is its arithmetic, and more rows at once would only
 leave fewer blocks a row to tell where its largest logits begin."""
 
+FUSED_TOP = False
+"""Whether the likeliest tokens come from the draw's own pass. Off: on an H200 they were right at V = 1,000 and under emulation
+(``tests/test_choose_emulated.py``), but the bench's gate refused them at V = 151,936, for a reason that is not yet known."""
+
 
 def sample(
     source: HiddenSource | LogitsSource, rows: RowParams, num_samples: int, processed: bool, raw: bool, num_top: int = 0
@@ -40,7 +44,8 @@ def sample(
     """
     if not obstacle(source, rows, num_samples, raw):
         assert isinstance(source, HiddenSource)
-        return _sample_fused(source, rows, processed, raw, 0 if raw and rows.allowed is not None else num_top)
+        fused_top = FUSED_TOP and not (raw and rows.allowed is not None)
+        return _sample_fused(source, rows, processed, raw, num_top if fused_top else 0)
     if rows.filtered and not filter_obstacle(source, num_samples):
         return _sample_filtered(source, rows, processed, raw)
     return fused.sample(source, rows, num_samples, processed, raw)

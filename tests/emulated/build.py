@@ -1,4 +1,4 @@
-"""The filters' kernel compiled for the CPU, from a copy of its source in which little is replaced, and the launcher for it."""
+"""Kernels compiled for the CPU, from a copy of their source in which little is replaced, and the launchers for them."""
 
 import ctypes
 import functools
@@ -26,6 +26,9 @@ COPIED = (
     "guess.cuh",
     "read.cuh",
     "results.cuh",
+    "params.cuh",
+    "winners.cuh",
+    "choose.cu",
 )
 FLAGS = (
     "-std=c++17 -O1 -march=native -ffp-contract=fast -fno-strict-aliasing -fvisibility=hidden -fno-gnu-unique -w -fPIC -shared"
@@ -48,15 +51,15 @@ def copy_sources(sources, folder):
     for name in COPIED:
         (folder / name).write_text(adapted(sources / name))
     (folder / "ptx.cuh").write_text('#include "ptx.h"\n')
-    for path in (*HERE.glob("*.h"), HERE / "filters.cpp"):
+    for path in (*HERE.glob("*.h"), *HERE.glob("*.cpp")):
         shutil.copy(path, folder)
 
 
-def build(gxx, folder, defines):
-    """The loaded library of the kernel under the macros ``defines``."""
+def build(gxx, folder, defines, name="filters"):
+    """The loaded library of a kernel under the macros ``defines``."""
     macros = [f"-D{key}={value}" for key, value in defines]
-    target = folder / f"{hashlib.sha256(repr(macros).encode()).hexdigest()[:16]}.so"
-    command = [gxx, *FLAGS.split(), *macros, str(folder / "filters.cpp"), "-o", str(target)]
+    target = folder / f"{name}-{hashlib.sha256(repr(macros).encode()).hexdigest()[:16]}.so"
+    command = [gxx, *FLAGS.split(), *macros, str(folder / f"{name}.cpp"), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     library = ctypes.CDLL(str(target))
@@ -66,9 +69,9 @@ def build(gxx, folder, defines):
 
 
 @functools.cache
-def launcher():
-    """``filters_sm90``, also where CUDA's bindings are not installed: here it launches nothing by them."""
-    name = "nologits.kernels.filters_sm90"
+def launcher(name="filters_sm90"):
+    """A module of launchers, also where CUDA's bindings are not installed: here it launches nothing by them."""
+    name = f"nologits.kernels.{name}"
     importlib.import_module("nologits.kernels.arguments")  # what it imports besides is loaded before, and stays
     try:
         return importlib.import_module(name)

@@ -7,6 +7,13 @@ struct uint2 {
 struct alignas(16) uint4 {
     u32 x, y, z, w;
 };
+struct float2 {
+    float x, y;
+};
+struct alignas(16) double2 {
+    double x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
 // ---- threads together
@@ -43,9 +50,11 @@ inline u32 __ballot_sync(u32 lanes, bool mine) {
     for (u32 lane = 0; lane < 32; ++lane) yes |= static_cast<u32>(emulated::at<bool>(slots, lane)) << lane;
     return yes;
 }
+inline void __syncwarp() { emulated::gather(0xFFFFFFFF, 0, "__syncwarp"); }
 inline int __any_sync(u32 lanes, bool mine) { return __ballot_sync(lanes, mine) != 0; }
 
 inline u32 atomicAdd(u32* at, u32 value) { return std::exchange(*at, *at + value); }
+inline u64 atomicAdd(u64* at, u64 value) { return std::exchange(*at, *at + value); }
 inline int atomicMin(int* at, int value) { return std::exchange(*at, value < *at ? value : *at); }
 inline int atomicMax(int* at, int value) { return std::exchange(*at, value > *at ? value : *at); }
 
@@ -87,6 +96,7 @@ inline To cast_bits(From from) {
 
 inline int __float_as_int(float x) { return emulated::cast_bits<int>(x); }
 inline float __int_as_float(int x) { return emulated::cast_bits<float>(x); }
+inline u32 __float_as_uint(float x) { return emulated::cast_bits<u32>(x); }
 inline float __uint_as_float(u32 x) { return emulated::cast_bits<float>(x); }
 inline i64 __double_as_longlong(double x) { return emulated::cast_bits<i64>(x); }
 inline int __double2loint(double x) { return static_cast<int>(__double_as_longlong(x)); }
@@ -114,6 +124,8 @@ inline float __uint2float_rz(u32 x) {
 inline u64 __double2ull_rn(double x) { return x > 0.0 ? static_cast<u64>(nearbyint(x)) : 0; }
 inline u64 __double2ull_ru(double x) { return x > 0.0 ? static_cast<u64>(ceil(x)) : 0; }
 
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __log2f(float x) { return log2f(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 
 // ---- what the kernels write in assembly

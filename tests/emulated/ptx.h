@@ -1,4 +1,4 @@
-// In place of ptx.cuh: what the filters' kernel uses of it.
+// In place of ptx.cuh: what the kernels use of it.
 #pragma once
 #include "device.h"
 
@@ -14,3 +14,7 @@ inline void prefetch_bytes(const void* source, u32 bytes) {
 
 inline u32 cluster_rank() { return emulated::current->block->rank; }
 inline void cluster_sync() { emulated::meet(emulated::whole, "cluster_sync"); }
+
+// ---- dependent launches: what the kernel waits for is there
+
+inline void wait_for_primary() {}

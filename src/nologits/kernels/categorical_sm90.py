@@ -44,7 +44,7 @@ _FILTER_INTEGERS = ("stride_top_k", "stride_top_p", "stride_min_p", "top_k_value
 CAPACITY = 4096
 """Candidates of a row that there is room for."""
 
-_OPEN_WORDS = 10
+_OPEN_WORDS = 8
 _CHOOSE_BYTES = 2 * 8 * CAPACITY
 _CHOOSE_THREADS = 512
 _FINISH_CONFIG = HopperConfig(turns=True, rows=64, stages=4, pair=2, cluster=1)
