@@ -31,8 +31,8 @@ FILTERED_ROWS = 512
 leave fewer blocks a row to tell where its largest logits begin."""
 
 FUSED_TOP = False
-"""Whether the likeliest tokens come from the draw's own pass. Off: on an H200 they were right at V = 1,000 and under emulation
-(``tests/test_choose_emulated.py``), but the bench's gate refused them at V = 151,936, for a reason that is not yet known."""
+"""Whether the likeliest tokens come from the draw's own pass. Right under emulation (``tests/test_fused_emulated.py``), but this
+part of the kernels has not run on a GPU yet: until it has, they take another pass."""
 
 
 def sample(

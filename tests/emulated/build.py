@@ -29,6 +29,12 @@ COPIED = (
     "params.cuh",
     "winners.cuh",
     "choose.cu",
+    "tile.cuh",
+    "draw.cuh",
+    "mass.cuh",
+    "truncate.cuh",
+    "categorical.cu",
+    "finish.cu",
 )
 FLAGS = (
     "-std=c++17 -O1 -march=native -ffp-contract=fast -fno-strict-aliasing -fvisibility=hidden -fno-gnu-unique -w -fPIC -shared"
@@ -50,7 +56,8 @@ def copy_sources(sources, folder):
     """Makes ``folder`` what :func:`build` compiles."""
     for name in COPIED:
         (folder / name).write_text(adapted(sources / name))
-    (folder / "ptx.cuh").write_text('#include "ptx.h"\n')
+    for name in ("ptx", "pipeline"):
+        (folder / f"{name}.cuh").write_text(f'#include "{name}.h"\n')
     for path in (*HERE.glob("*.h"), *HERE.glob("*.cpp")):
         shutil.copy(path, folder)
 

@@ -59,7 +59,7 @@ constexpr u32 GUARD = 64;            // bytes around each piece of shared memory
 constexpr size_t STACK = 501 * 64;   // an odd number of cache lines: the tops of the stacks share no set of the cache
 
 struct Index {
-    u32 x;
+    u32 x, y = 0;
 };
 
 struct Fiber {
@@ -68,6 +68,7 @@ struct Fiber {
     Index thread;
     struct Block* block;
     struct Warp* warp;
+    int tile = 0, row0 = 0;  // of a matmul (pipeline.h)
 };
 
 // Where `size` fibers wait for each other, again and again.
@@ -85,6 +86,7 @@ struct Warp {
 struct Block {
     Meeting meeting;
     u32 sums[2];  // of __syncthreads_count
+    Meeting named[16];
     Index block;
     u32 rank;
     Block* cluster;
@@ -93,11 +95,13 @@ struct Block {
 
 struct Shape {
     u32 cluster, threads, static_bytes, dynamic_bytes;
+    bool columns = false;  // the blocks that run together are a column of the grid, not a part of its row
     u32 dynamic_at() const { return 2 * GUARD + (static_bytes + 15) / 16 * 16; }
     u32 bytes() const { return dynamic_at() + (dynamic_bytes + 15) / 16 * 16 + GUARD; }
 };
 
 inline Shape shape;
+inline Index grid;    // its size, for columns
 inline Meeting whole;  // of the cluster
 inline Fiber* current;
 inline std::vector<Fiber*> ready;
@@ -143,6 +147,26 @@ inline void meet(Meeting& at, const char* what) {
     for (Fiber* fiber = at.waiting; fiber; fiber = fiber->next) ready.push_back(fiber);
     at.waiting = nullptr;
     if (shuffled) ready.push_back(current), rest();
+}
+
+// Others go first, who have what this fiber waits for.
+inline void yield() {
+    ready.insert(ready.begin(), current);
+    rest();
+}
+
+// A barrier of some of the block's threads, at which one may leave without waiting.
+inline void meet_named(u32 id, u32 size, bool wait) {
+    Meeting& at = current->block->named[id];
+    if (++at.arrived < size) {
+        if (!wait) return;
+        current->next = at.waiting;
+        at.waiting = current;
+        return rest();
+    }
+    at.arrived = 0;
+    for (Fiber* fiber = at.waiting; fiber; fiber = fiber->next) ready.push_back(fiber);
+    at.waiting = nullptr;
 }
 
 // What all lanes of the warp give, 8 bytes each.
@@ -223,6 +247,7 @@ inline const char* run_cluster(void (*kernel)(const void*), const void* with, Sh
         if (stacks == MAP_FAILED) return stacks = nullptr, there = 0, "no memory for stacks";
         there = count;
     }
+    grid = {1, of.cluster};
     shape = of, body = kernel, argument = with, shuffled = seed, finished = 0, failure = nullptr;
     whole = Meeting{count};
     std::vector<Block> blocks(of.cluster);
@@ -233,7 +258,8 @@ inline const char* run_cluster(void (*kernel)(const void*), const void* with, Sh
     ready.clear();
     for (u32 b = 0; b < of.cluster; ++b) {
         char* const shared = first + b * of.bytes();
-        blocks[b] = {Meeting{of.threads}, {0, 0}, {row * of.cluster + b}, b, blocks.data(), shared};
+        const Index place = of.columns ? Index{row, b} : Index{row * of.cluster + b};
+        blocks[b] = {Meeting{of.threads}, {0, 0}, {}, place, b, blocks.data(), shared};
         memset(shared + GUARD, poison, of.static_bytes);
         memset(shared + of.dynamic_at(), poison, of.dynamic_bytes);
     }
@@ -279,5 +305,6 @@ inline const char* run_cluster(void (*kernel)(const void*), const void* with, Sh
 
 #define threadIdx (emulated::current->thread)
 #define blockIdx (emulated::current->block->block)
+#define gridDim (emulated::grid)
 
 #include "intrinsics.h"

@@ -10,9 +10,14 @@ struct alignas(16) uint4 {
 struct float2 {
     float x, y;
 };
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 struct alignas(16) double2 {
     double x, y;
 };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
@@ -25,6 +30,11 @@ inline int __syncthreads_or(int mine) { return emulated::count_block(mine != 0, 
 template <typename T>
 inline T __shfl_xor_sync(u32 lanes, T mine, int mask) {
     return emulated::at<T>(emulated::gather(lanes, mine, "__shfl_xor_sync"), (threadIdx.x & 31) ^ mask);
+}
+
+template <typename T>
+inline T __shfl_sync(u32 lanes, T mine, int lane) {
+    return emulated::at<T>(emulated::gather(lanes, mine, "__shfl_sync"), lane & 31);
 }
 
 template <typename T>
@@ -44,6 +54,16 @@ inline int __reduce_max_sync(u32 lanes, int mine) {
     return emulated::reduce(lanes, mine, "__reduce_max_sync", [](int a, int b) { return a > b ? a : b; });
 }
 
+inline u32 __reduce_min_sync(u32 lanes, u32 mine) {
+    return emulated::reduce(lanes, mine, "__reduce_min_sync", [](u32 a, u32 b) { return a < b ? a : b; });
+}
+inline u32 __reduce_max_sync(u32 lanes, u32 mine) {
+    return emulated::reduce(lanes, mine, "__reduce_max_sync", [](u32 a, u32 b) { return a > b ? a : b; });
+}
+inline u32 __reduce_or_sync(u32 lanes, u32 mine) {
+    return emulated::reduce(lanes, mine, "__reduce_or_sync", [](u32 a, u32 b) { return a | b; });
+}
+
 inline u32 __ballot_sync(u32 lanes, bool mine) {
     const u64* const slots = emulated::gather(lanes, mine, "__ballot_sync");
     u32 yes = 0;
@@ -51,9 +71,14 @@ inline u32 __ballot_sync(u32 lanes, bool mine) {
     return yes;
 }
 inline void __syncwarp() { emulated::gather(0xFFFFFFFF, 0, "__syncwarp"); }
+inline int __all_sync(u32 lanes, bool mine) { return __ballot_sync(lanes, mine) == 0xFFFFFFFF; }
 inline int __any_sync(u32 lanes, bool mine) { return __ballot_sync(lanes, mine) != 0; }
 
 inline u32 atomicAdd(u32* at, u32 value) { return std::exchange(*at, *at + value); }
+inline u32 atomicMax(u32* at, u32 value) { return std::exchange(*at, value > *at ? value : *at); }
+inline u32 atomicOr(u32* at, u32 value) { return std::exchange(*at, *at | value); }
+inline void __threadfence() {}
+inline void __trap() {}  // said of an alignment that is not emulated
 inline u64 atomicAdd(u64* at, u64 value) { return std::exchange(*at, *at + value); }
 inline int atomicMin(int* at, int value) { return std::exchange(*at, value < *at ? value : *at); }
 inline int atomicMax(int* at, int value) { return std::exchange(*at, value > *at ? value : *at); }
@@ -106,6 +131,7 @@ inline double __hiloint2double(int high, int low) {
 }
 
 inline int __clz(int x) { return x ? __builtin_clz(static_cast<u32>(x)) : 32; }
+inline int __clzll(u64 x) { return x ? __builtin_clzll(x) : 64; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline u32 __byte_perm(u32 x, u32 y, u32 selectors) {
     const u64 bytes = static_cast<u64>(y) << 32 | x;

@@ -211,7 +211,8 @@ def _filter_arguments(
     tensors = {name: value for name, value in asked.items() if isinstance(value, Tensor)}
     sizes = {"gathered": batch, "peaks": batch, "thresholds": batch, "progress": 2, "pilot": batch * slots * _PIECES}
     zeros = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device).split(list(sizes.values()))
-    numbers: dict[str, int | float] = {f"{name}_value": value for name, value in asked.items() if not isinstance(value, Tensor)}
+    numbers: dict[str, int | float] = {"num_top": num_top}
+    numbers |= {f"{name}_value": value for name, value in asked.items() if not isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         numbers |= {f"stride_{name}": tensor.stride(0), f"{name}_wide": int(tensor.element_size() == 8)}
     scratch = {

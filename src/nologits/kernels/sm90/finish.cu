@@ -419,10 +419,7 @@ __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
     target += gridDim.y;
     if (threadIdx.x == 0) {
         atomicAdd(arrived, 1);
-        u32 now;
-        do {
-            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
-        } while (now < target);
+        while (load_acquire(arrived) < target) {}
     }
     named_barrier<CONSUMER_THREADS>(1);
     __threadfence();

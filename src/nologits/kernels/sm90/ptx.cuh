@@ -121,6 +121,24 @@ __device__ __forceinline__ u32 clock_cycles() {
     return cycles;
 }
 
+// ---- words that blocks tell each other
+
+__device__ __forceinline__ u32 load_relaxed(const u32* word) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u32 load_acquire(const u32* word) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_relaxed(u32* word, u32 value) {
+    asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 // ---- registers
 
 template <int count>

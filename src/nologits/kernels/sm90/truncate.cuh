@@ -20,16 +20,8 @@ constexpr u32 PATIENCE = 1 << 18;      // cycles
 
 // ---- the pilot
 
-// Words that blocks tell each other: 0 says that nobody has told it yet.
-__device__ __forceinline__ u32 told_so_far(const u32* word) {
-    u32 value;
-    asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void tell(u32* word, float logit) {
-    asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(word), "r"(turned(score_order(logit))) : "memory");
-}
+// 0 says that nobody has told it yet.
+__device__ __forceinline__ void tell(u32* word, float logit) { store_relaxed(word, turned(score_order(logit))); }
 
 // Calls ask() until it says, in all lanes, that it knows enough, or for long enough.
 template <typename Ask>
@@ -75,7 +67,7 @@ __device__ __forceinline__ float pilot_threshold(const Params& p, int row) {
 #pragma unroll
         for (int i = 0; i < MOST_PILOT; ++i) {
             const int at = lane + 32 * i;
-            told[i] = at < pilot ? told_so_far(&p.pilot[static_cast<i64>(row) * pilot + at]) : 0;
+            told[i] = at < pilot ? load_relaxed(&p.pilot[static_cast<i64>(row) * pilot + at]) : 0;
             all &= at >= pilot || told[i];
         }
         return all;
@@ -135,7 +127,7 @@ __device__ __forceinline__ void learn_thresholds(const float (&x)[SETS][IDS], co
         const bool mine = lane < 16 * SETS && row < p.B;
         u32 told = 0;
         be_patient(2 * PATIENCE, [&] {
-            if (mine) told = told_so_far(&p.thresholds[row]);
+            if (mine) told = load_relaxed(&p.thresholds[row]);
             return !mine || told;
         });
         if (mine) thresholds[of_warp + offset] = told ? order_score(turned_back(told)) : LOWEST;

@@ -1,0 +1,34 @@
+// In place of pipeline.cuh: logits that are given, in the registers where the tensor cores would leave them.
+#pragma once
+#include "tile.cuh"
+
+namespace emulated {
+inline const float* logits;  // [rows, V] of the head, before anything is added
+inline int rows, vocab;
+}  // namespace emulated
+
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    void skip(int) {}
+};
+
+inline int tile_at(int q) { return emulated::current->tile = NEIGHBOURS ? 2 * (blockIdx.y + (q >> 1) * gridDim.y) + (q & 1) : blockIdx.y + q * gridDim.y; }
+
+inline void produce(const TensorMap*, const TensorMap*, const Params&, int, u32, u32, u32, Ring&) {}
+inline void release(u32, int) {}
+inline void begin_pipeline(u32, u32, u32) {}
+
+// The tile is the last one that was asked for, the rows are those that were made last.
+template <typename Between>
+inline int multiply(float (&x)[SETS][IDS], int steps, u32, u32, u32, Ring&, Between between) {
+    const int lane = threadIdx.x & 31, row0 = emulated::current->row0 - 64 * (SETS - 1), v0 = emulated::current->tile * TILE_V + 2 * (lane & 3);
+    for (int step = 0; step < steps; ++step) between(step);
+    for (int set = 0; set < SETS; ++set)
+        for (int h = 0; h < 2; ++h)
+            for (int i = 0; i < IDS / 2; ++i) {
+                const int row = row0 + 64 * set + (lane >> 2) + 8 * h, id = v0 + offset_at(i);
+                x[set][register_at(i, h)] = row < emulated::rows && id < emulated::vocab ? emulated::logits[static_cast<i64>(row) * emulated::vocab + id] : 0.0f;
+            }
+    return 0;
+}
