@@ -31,8 +31,8 @@ FILTERED_ROWS = 512
 leave fewer blocks a row to tell where its largest logits begin."""
 
 FUSED_TOP = False
-"""Whether the likeliest tokens come from the draw's own pass. Right under emulation (``tests/test_fused_emulated.py``), but this
-part of the kernels has not run on a GPU yet: until it has, they take another pass."""
+"""Whether the likeliest tokens come from the draw's own pass. Right under emulation (``tests/test_fused_emulated.py``), but
+this part of the kernels has not run on a GPU yet: until it has, they take another pass."""
 
 
 def sample(
