@@ -28,7 +28,10 @@ from torch import Tensor
 
 NOISE_VERSION = 1
 STREAM_TOKENS = 0
-"""Stream of the per-token noise. Other streams are reserved for group merges."""
+"""Stream of the per-token noise."""
+
+STREAM_GROUPS = 1
+"""Stream of the noise by which groups of tokens are merged: group k has what token id k has in the stream of tokens."""
 
 MAX_SAMPLES = 1 << 24
 WORD_BIT_LOW = 3

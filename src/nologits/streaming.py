@@ -38,33 +38,56 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
 
 
 def _stream(source: Source, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
-    batch, device = source.batch, source.device
-    tokens = torch.zeros(batch, num_samples, dtype=torch.int64, device=device)
-    best = torch.full((batch, num_samples), float("-inf"), device=device)
-    picked, picked_raw = best.clone(), best.clone()
-    mass = RunningMass(batch, device, rows.temperature32, processed)
-    raw_mass = RunningMass(batch, device, 1.0, raw)
+    running = RunningDraw(source.batch, source.device, rows, num_samples, processed, raw)
     for start, stop in vocabulary_chunks(source):
-        head_logits = source.chunk(start, stop)
-        logits = transform(head_logits, rows, start, stop)
-        mass.update(logits)
-        raw_mass.update(head_logits)
-        for s in range(num_samples):
-            score = scores(logits, rows, start, s)
+        running.update(source.chunk(start, stop), start)
+    return running.result()
+
+
+class RunningDraw:
+    """A draw from a vocabulary that comes in chunks, in any order: each row's best token so far, and its masses."""
+
+    def __init__(
+        self,
+        batch: int,
+        device: torch.device,
+        rows: RowParams,
+        num_samples: int = 1,
+        processed: bool = False,
+        raw: bool = False,
+    ) -> None:
+        self.rows, self.processed, self.raw = rows, processed, raw
+        self.tokens = torch.zeros(batch, num_samples, dtype=torch.int64, device=device)
+        self.best = torch.full((batch, num_samples), float("-inf"), device=device)
+        self.picked, self.picked_raw = self.best.clone(), self.best.clone()
+        self.mass = RunningMass(batch, device, rows.temperature32, processed)
+        self.raw_mass = RunningMass(batch, device, 1.0, raw)
+
+    def update(self, head_logits: Tensor, start: int) -> None:
+        """Takes the head's logits of the ids from ``start`` on, fp32 ``[B, W]``."""
+        logits = transform(head_logits, self.rows, start, start + head_logits.shape[1])
+        self.mass.update(logits)
+        self.raw_mass.update(head_logits)
+        for s in range(self.tokens.shape[1]):
+            score = scores(logits, self.rows, start, s)
             index = first_argmax(score)[:, None]
-            value = score.gather(1, index).squeeze(1)
-            better = value > best[:, s]
-            best[:, s] = torch.where(better, value, best[:, s])
-            tokens[:, s] = torch.where(better, index.squeeze(1) + start, tokens[:, s])
-            picked[:, s] = torch.where(better, logits.gather(1, index).squeeze(1), picked[:, s])
-            picked_raw[:, s] = torch.where(better, head_logits.gather(1, index).squeeze(1), picked_raw[:, s])
-    drawn = Samples(
-        tokens,
-        mass.logprob(picked) if processed else None,
-        raw_mass.logprob(picked_raw) if raw else None,
-        mass.log_total() if processed else None,
-    )
-    return drawn.invalidate(mass.invalid(rows))
+            value, token = score.gather(1, index).squeeze(1), index.squeeze(1) + start
+            tied = (value == self.best[:, s]) & (token < self.tokens[:, s])
+            better = (value > self.best[:, s]) | tied
+            self.best[:, s] = torch.where(better, value, self.best[:, s])
+            self.tokens[:, s] = torch.where(better, token, self.tokens[:, s])
+            self.picked[:, s] = torch.where(better, logits.gather(1, index).squeeze(1), self.picked[:, s])
+            self.picked_raw[:, s] = torch.where(better, head_logits.gather(1, index).squeeze(1), self.picked_raw[:, s])
+
+    def result(self) -> Samples:
+        """The draw from all that has come, ``[B, S]``."""
+        drawn = Samples(
+            self.tokens,
+            self.mass.logprob(self.picked) if self.processed else None,
+            self.raw_mass.logprob(self.picked_raw) if self.raw else None,
+            self.mass.log_total() if self.processed else None,
+        )
+        return drawn.invalidate(self.mass.invalid(self.rows))
 
 
 class RunningMass:
