@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from .selection import MAX_VOCAB
 from .sources import HiddenSource, LogitsSource
 from .tops import MAX_TOP
 from .types import Candidates, Impl, LogprobsMode, Samples
+
+if TYPE_CHECKING:
+    from .sharded import Shard
 
 
 def sample(
@@ -79,12 +83,18 @@ def sample_head(
     top_logprobs: int,
     impl: Impl,
     check: bool,
+    shard: Shard | None = None,
+    validate: bool = True,
 ) -> Samples:
     """The draw behind :func:`sample` and :meth:`nologits.LMHead.sample`."""
     check_hidden(hidden, head)
     check_num_samples(num_samples)
     processed, raw = _logprobs(logprobs, top_logprobs)
     _check_params(params)
+    if shard is not None:
+        return _finish(
+            _sample_shard(hidden, shard, params, num_samples, processed, raw, top_logprobs, impl, validate), num_samples, check
+        )
     name = resolve(impl, hidden.device)
     rows = make_rows(params, hidden.shape[0], head.vocab_size, hidden.device)
     if hidden.shape[0] == 0 or num_samples == 0:
@@ -95,6 +105,36 @@ def sample_head(
     if not top_logprobs or drawn.top is not None or drawn.raw_top is not None:
         return drawn
     return _with_top(drawn, ops.make_source(hidden.detach(), head, name), rows, top_logprobs, processed, raw, name)
+
+
+def _sample_shard(
+    hidden: Tensor,
+    shard: Shard,
+    params: SamplingParams,
+    num_samples: int,
+    processed: bool,
+    raw: bool,
+    top_logprobs: int,
+    impl: Impl,
+    validate: bool,
+) -> Samples:
+    if impl not in ("auto", "torch"):
+        raise ValueError(f'impl must be "auto" or "torch" for a shard of a head, got {impl!r}')
+    if top_logprobs:
+        raise ValueError(f"top_logprobs must be 0 for a shard of a head, got {top_logprobs}")
+    from . import sharded  # torch.distributed is not everywhere
+
+    rows = make_rows(params, hidden.shape[0], shard.vocab_size, hidden.device)
+    if validate:
+        asked = tuple(
+            (name, list(value.shape) if isinstance(value, Tensor) else value)
+            for name, value in rows._asdict().items()
+            if value is not None
+        )
+        sharded.check_agreement(shard, hidden, (num_samples, processed, raw, *asked))
+    if hidden.shape[0] == 0 or num_samples == 0:
+        return _empty(hidden, num_samples, processed, raw)
+    return sharded.sample(shard, hidden.detach(), rows, num_samples, processed, raw)
 
 
 def sample_logits(

@@ -50,7 +50,7 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     best = collect(source, rows, min(source.vocab, width_for(rows)), processed or needs_mass(rows), raw)
     counts, certain = count_kept(best, rows, source.vocab)
     invalid = best.mass.invalid(rows)
-    drawn = _draw(best, counts, rows, num_samples, processed).invalidate(invalid)
+    drawn = draw_kept(best, counts, rows, num_samples, processed).invalidate(invalid)
     for start, stop in runs(~(certain | invalid)):
         some = filtered.sample(source.rows(start, stop), rows.block(start, stop), num_samples, processed, raw, whole)
         for target, made in zip(drawn[:4], some[:4], strict=True):
@@ -59,17 +59,20 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     return drawn
 
 
-def collect(source: Source, rows: RowParams, width: int, masses: bool, raw: bool) -> Best:
-    """The pass over the vocabulary; ``masses`` says whether masses are wanted, ``raw`` whether the head's own logits are."""
+def collect(source: Source, rows: RowParams, width: int, masses: bool, raw: bool, first_id: int = 0) -> Best:
+    """The pass over the vocabulary; ``masses`` says whether masses are wanted, ``raw`` whether the head's own logits are.
+
+    The source's ids start at ``first_id``, if it is a shard's.
+    """
     batch, device = source.batch, source.device
     mass, raw_mass = RunningMass(batch, device, rows.temperature32, masses), RunningMass(batch, device, 1.0, raw)
     words = torch.empty(batch, 0, dtype=torch.int64, device=device)
     raw_logits = torch.empty(batch, 0, device=device)
     for start, stop in vocabulary_chunks(source):
         head_logits = source.chunk(start, stop)
-        logits = transform(head_logits, rows, start, stop)
+        logits = transform(head_logits, rows, first_id + start, first_id + stop)
         mass.update(logits)
-        both = torch.cat((words, order_words(logits, start)), dim=1)
+        both = torch.cat((words, order_words(logits, first_id + start)), dim=1)
         words, index = both.topk(min(width, both.shape[1]), dim=-1)
         if raw:
             raw_mass.update(head_logits)
@@ -104,7 +107,7 @@ def count_kept(best: Best, rows: RowParams, vocab: int) -> tuple[Tensor, Tensor]
     return torch.where(greedy, 1, torch.where(top_p < 1.0, reached, count)), certain | greedy
 
 
-def _draw(best: Best, counts: Tensor, rows: RowParams, num_samples: int, processed: bool) -> Samples:
+def draw_kept(best: Best, counts: Tensor, rows: RowParams, num_samples: int, processed: bool) -> Samples:
     """Draws from the first ``counts`` candidates of each row."""
     ids, logits = token_of(best.words), value_of(best.words)
     inside = torch.arange(logits.shape[1], device=logits.device) < counts[:, None]

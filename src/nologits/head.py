@@ -13,6 +13,7 @@ from .selection import MAX_VOCAB
 from .types import Candidates, LogprobsMode, Samples
 
 if TYPE_CHECKING:
+    from .sharded import Shard
     from .types import Impl
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,6 +41,12 @@ class LMHead:
         scale: factor on the logits after the bias (Granite: ``1 / logits_scaling``; Cohere: ``logit_scale``).
         softcap: ``c`` of ``c * tanh(x / c)``, after the scale (Gemma 2); ``None``: no cap.
         vocab_size: ``V``, the number of real tokens; default all rows of ``weight``.
+        group: a ``torch.distributed`` process group whose ranks hold a shard of the head each; ``weight`` and ``bias`` are this
+            rank's, ``vocab_size`` is that of all and has to be given. Every rank draws with the same arguments, and gets the
+            same results. Runs under ``impl="torch"``, without ``top_logprobs`` and ``select``.
+        vocab_start: with ``group``, the id of this shard's first row. Rows at or beyond ``vocab_size`` are padding.
+        validate: with ``group``, compare the ranks' shapes, dtypes and parameters at each draw (one small exchange; the host
+            waits for it), so that a rank that differs is an error on all.
 
     Raises:
         ValueError: naming the argument, what it must be and what it was.
@@ -52,8 +59,19 @@ class LMHead:
         scale: float = 1.0,
         softcap: float | None = None,
         vocab_size: int | None = None,
+        group: Any = None,
+        vocab_start: int | None = None,
+        validate: bool = True,
     ) -> None:
-        self.spec = make_spec(weight, bias, scale, softcap, vocab_size)
+        self.shard: Shard | None = None
+        self.validate = validate
+        if group is None:
+            if vocab_start is not None:
+                raise ValueError(f"vocab_start must come with a group, got {vocab_start} without")
+            self.spec = make_spec(weight, bias, scale, softcap, vocab_size)
+            return
+        self.shard = _make_shard(weight, bias, scale, softcap, vocab_size, group, vocab_start)
+        self.spec = self.shard.head
 
     def sample(
         self,
@@ -72,10 +90,13 @@ class LMHead:
         return api.sample_head(
             hidden, self.spec, params or SamplingParams(),
             num_samples=num_samples, logprobs=logprobs, top_logprobs=top_logprobs, impl=impl, check=check,
+            shard=self.shard, validate=self.validate,
         )  # fmt: skip
 
     def select(self, hidden: Tensor, **parameters: Any) -> Candidates:
         """The kept set of each row; see :func:`nologits.select`."""
+        if self.shard is not None:
+            raise ValueError("select must have the whole head, got a shard of one")
         from . import api
 
         return api.select((hidden, self), **parameters)
@@ -89,6 +110,31 @@ class LMHead:
         )
         bias = ", bias" if w.bias is not None else ""
         return f"LMHead(V={w.vocab_size}, D={w.weight.shape[1]}, {w.weight.dtype}, {w.weight.device}{bias}{extra})"
+
+
+def _make_shard(
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    vocab_size: int | None,
+    group: Any,
+    start: int | None,
+) -> Shard:
+    from .sharded import Shard
+
+    for name, value in (("vocab_size", vocab_size), ("vocab_start", start)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be an integer >= 0 for a shard of a head, got {value!r}")
+    assert vocab_size is not None
+    assert start is not None
+    if not 1 <= vocab_size <= MAX_VOCAB:
+        raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB}], got {vocab_size}")
+    if start >= vocab_size:
+        raise ValueError(f"vocab_start must be below vocab_size, {vocab_size}, got {start}")
+    check_matrix("weight", weight, "[V, D]")
+    spec = make_spec(weight, bias, scale, softcap, min(weight.shape[0], vocab_size - start))
+    return Shard(spec, group, start, vocab_size)
 
 
 def make_spec(weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, vocab_size: int | None) -> HeadSpec:

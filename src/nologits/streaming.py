@@ -109,6 +109,16 @@ class RunningMass:
             self.total = torch.where(self.total > 0, self.total * moved.exp().squeeze(1), 0.0) + shares.sum(-1)
         self.peak = peak
 
+    def join(self, other: RunningMass) -> None:
+        """Adds what another has seen, of other ids."""
+        peak = torch.maximum(self.peak, other.peak)
+        reference = peak.double().clamp(min=torch.finfo(torch.float32).min)[:, None]
+        total = torch.zeros_like(self.total)
+        for part in (self, other):
+            moved = ((part.peak.double()[:, None] - reference) / self.divisor).exp().squeeze(1)
+            total += torch.where(part.total > 0, part.total * moved, 0.0)
+        self.peak, self.total = peak, total
+
     def invalid(self, rows: RowParams) -> Tensor:
         """bool ``[B]``: rows with a NaN, with no logit above -inf, or with an impossible parameter."""
         return ~(self.peak > float("-inf")) | rows.impossible(len(self.peak), self.peak.device)

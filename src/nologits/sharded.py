@@ -1,0 +1,176 @@
+"""A head whose rows lie on several processes: each draws from its own, one exchange makes the draw from all.
+
+Every id has the noise that it has anywhere (``docs/noise.md``), so the best score of all shards is, token for token, the draw
+of one process (pathwise merge). Under filters the shards exchange their best few hundred tokens and their masses, among which
+the kept set is settled as in :mod:`nologits.candidates`; rows that are not certain have their logits gathered. All ranks do the
+same arithmetic on the same numbers, so all return the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import candidates, filtered
+from .head import HeadSpec
+from .params import RowParams
+from .selection import NO_WORD, needs_mass
+from .sources import HiddenSource, LogitsSource
+from .streaming import RunningDraw, RunningMass, draw_kept, vocabulary_chunks
+from .types import Samples
+
+
+class Shard(NamedTuple):
+    """What a process holds of a head.
+
+    Attributes:
+        head: its rows, without padding.
+        group: the processes that hold the others.
+        start: id of its first row.
+        vocab_size: V of the whole head.
+    """
+
+    head: HeadSpec
+    group: Any
+    start: int
+    vocab_size: int
+
+
+def sample(shard: Shard, hidden: Tensor, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
+    """Draws ``[B, S]`` tokens, the same on every rank; arguments and results as :func:`nologits.reference.sample`.
+
+    ``rows`` is the request for the whole vocabulary. Unseeded rows take rank 0's entropy.
+    """
+    if rows.entropy is not None:
+        entropy = rows.entropy.clone()
+        _run(shard.group, lambda: dist.broadcast(entropy, group=shard.group, group_src=0))
+        rows = rows._replace(entropy=entropy)
+    rows = rows.with_keys(len(hidden), hidden.device)
+    source = HiddenSource(hidden, shard.head)
+    draw = _filtered if rows.filtered else _plain
+    return draw(shard, source, rows, num_samples, processed, raw)
+
+
+def check_agreement(shard: Shard, hidden: Tensor, request: tuple[object, ...]) -> None:
+    """One small exchange that finds ranks which differ, instead of a hang or a wrong token.
+
+    Raises:
+        ValueError: on every rank, naming what differs and where; or that the shards do not make up the vocabulary.
+    """
+    mine = {"rank": dist.get_rank(shard.group), "rows": len(hidden), "D": hidden.shape[1], "dtype": str(hidden.dtype)}
+    mine |= {"vocab_size": shard.vocab_size, "request": request, "ids": (shard.start, shard.start + shard.head.vocab_size)}
+    told: list[Any] = [None] * dist.get_world_size(shard.group)
+    _run(shard.group, lambda: dist.all_gather_object(told, mine, group=shard.group))
+    for name in ("rows", "D", "dtype", "vocab_size", "request"):
+        for other in told[1:]:
+            if other[name] != told[0][name]:
+                got = f"{told[0][name]} on rank 0 and {other[name]} on rank {other['rank']}"
+                raise ValueError(f"every rank must draw with the same {name}, got {got}")
+    reached = 0
+    for start, stop in sorted(entry["ids"] for entry in told):
+        if start != reached:
+            raise ValueError(
+                f"the shards must make up the ids 0 to {shard.vocab_size - 1}, got a shard from {start} on after {reached} ids"
+            )
+        reached = stop
+    if reached != shard.vocab_size:
+        raise ValueError(f"the shards must make up the ids 0 to {shard.vocab_size - 1}, got ids up to {reached - 1}")
+
+
+def _plain(shard: Shard, source: HiddenSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
+    batch, device = source.batch, source.device
+    mine = RunningDraw(batch, device, rows, num_samples, processed, raw)
+    for start, stop in vocabulary_chunks(source):
+        mine.update(source.chunk(start, stop), shard.start + start)
+    # fp64 holds an fp32 number and an id exactly
+    winners = (mine.best.double(), mine.tokens.double(), mine.picked.double(), mine.picked_raw.double())
+    packed = torch.cat((*winners, _packed(mine.mass), _packed(mine.raw_mass)), dim=1)
+    for index, other in enumerate(_gather(shard.group, packed)):
+        best, tokens, picked, picked_raw, mass, raw_mass = other.split([num_samples] * 4 + [2, 2], dim=1)
+        if index == 0:
+            mine.best, mine.tokens = best.float(), tokens.long()
+            mine.picked, mine.picked_raw = picked.float(), picked_raw.float()
+            _unpack(mine.mass, mass)
+            _unpack(mine.raw_mass, raw_mass)
+            continue
+        better = (best > mine.best) | ((best == mine.best) & (tokens < mine.tokens))
+        mine.best = torch.where(better, best.float(), mine.best)
+        mine.tokens = torch.where(better, tokens.long(), mine.tokens)
+        mine.picked = torch.where(better, picked.float(), mine.picked)
+        mine.picked_raw = torch.where(better, picked_raw.float(), mine.picked_raw)
+        _join(mine.mass, mass)
+        _join(mine.raw_mass, raw_mass)
+    return mine.result()
+
+
+def _filtered(shard: Shard, source: HiddenSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
+    batch = source.batch
+    width = min(shard.vocab_size, candidates.width_for(rows))
+    masses = processed or needs_mass(rows)
+    best = candidates.collect(source, rows, min(source.vocab, width), masses, raw, shard.start)
+    words = torch.nn.functional.pad(best.words, (0, width - best.words.shape[1]), value=NO_WORD)
+    everyone = _gather(shard.group, words)
+    head = torch.zeros(batch, 0, device=source.device)
+    raw_mass = best.head[1] if best.head else RunningMass(batch, source.device, 1.0, False)
+    if best.head:
+        padded = torch.nn.functional.pad(best.head[0], (0, width - best.head[0].shape[1]))
+        head = torch.cat(_gather(shard.group, padded), dim=1)
+    for index, other in enumerate(_gather(shard.group, torch.cat((_packed(best.mass), _packed(raw_mass)), dim=1))):
+        for mass, part in zip((best.mass, raw_mass), other.split(2, dim=1), strict=True):
+            (_unpack if index == 0 else _join)(mass, part)
+    words, place = torch.cat(everyone, dim=1).topk(width, dim=-1)
+    best = candidates.Best(words, best.mass, (head.gather(1, place), raw_mass) if best.head else None)
+    counts, certain = candidates.count_kept(best, rows, shard.vocab_size)
+    invalid = best.mass.invalid(rows)
+    drawn = candidates.draw_kept(best, counts, rows, num_samples, processed).invalidate(invalid)
+    for start, stop in candidates.runs(~(certain | invalid)):
+        whole = LogitsSource(_gather_logits(shard, source.rows(start, stop)))
+        some = filtered.sample(whole, rows.block(start, stop), num_samples, processed, raw, draw_kept)
+        for target, made in zip(drawn[:4], some[:4], strict=True):
+            if isinstance(target, Tensor) and isinstance(made, Tensor):
+                target[start:stop] = made
+    return drawn
+
+
+def _gather_logits(shard: Shard, source: HiddenSource) -> Tensor:
+    """The head's own logits of all ids, fp32 ``[B, V]``."""
+    sizes = torch.tensor([[shard.start, source.vocab]], device=source.device)
+    places = [tuple(place[0].tolist()) for place in _gather(shard.group, sizes)]
+    widest = max(width for _, width in places)
+    mine = torch.nn.functional.pad(source.chunk(0, source.vocab), (0, widest - source.vocab))
+    parts = [part[:, :width] for part, (_, width) in zip(_gather(shard.group, mine), places, strict=True)]
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    return torch.cat([parts[index] for index in order], dim=1)
+
+
+def _packed(mass: RunningMass) -> Tensor:
+    return torch.stack((mass.peak.double(), mass.total), dim=1)
+
+
+def _unpack(mass: RunningMass, packed: Tensor) -> None:
+    mass.peak, mass.total = packed[:, 0].float(), packed[:, 1].clone()
+
+
+def _join(mass: RunningMass, packed: Tensor) -> None:
+    other = RunningMass.__new__(RunningMass)
+    _unpack(other, packed)
+    mass.join(other)
+
+
+def _gather(group: Any, mine: Tensor) -> list[Tensor]:
+    """What every rank has, in the order of ranks."""
+    mine = mine.contiguous()
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    _run(group, lambda: dist.all_gather(everyone, mine, group=group))
+    return everyone
+
+
+def _run(group: Any, collective: Any) -> None:
+    try:
+        collective()
+    except (RuntimeError, dist.DistError) as error:
+        name = getattr(group, "group_name", "default") if group is not None else "default"
+        raise RuntimeError(f"the exchange of a sharded draw over the process group {name!r} failed: {error}") from error

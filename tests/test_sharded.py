@@ -1,0 +1,187 @@
+"""A head in shards on 2 and 4 processes (gloo): the tokens of one process, on every rank; and ranks that disagree."""
+
+import datetime
+import re
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import nologits as nl
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+V, D = 1_001, 32
+CUTS = {2: [0, 700, V], 4: [0, 100, 101, 800, V]}
+
+
+def operands(batch=7):
+    """Exact in any order of summation, with ties."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-40, 41, (V, D), generator=generator) / 32
+    hidden = torch.randint(-15, 16, (batch, D), generator=generator) / 16
+    return hidden, weight, torch.randint(-8, 9, (V,), generator=generator) / 8
+
+
+REQUESTS = {
+    "plain": {},
+    "positions": {"temperature": 0.7, "position": torch.arange(7) * 3},
+    "temperatures": {"temperature": torch.tensor([0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0])},
+    "k": {"top_k": 50},
+    "p": {"top_p": 0.9, "temperature": torch.tensor([0.0, 0.3, 0.5, 1.0, 2.0, 5.0, 20.0])},
+    "k and p": {"top_k": 20, "top_p": 0.8},
+    "min-p": {"min_p": 0.05},
+    "all": {"min_p": 0.001, "top_k": 400, "top_p": 0.95, "temperature": 2.0},
+    "mixed": {
+        "top_k": torch.tensor([0, 1, 5, 900, 0, 50, -2]), "top_p": torch.tensor([1.0, 0.5, 1.0, 0.9, 0.3, 1.0, 1.0]),
+        "min_p": torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.02, 0.0]),
+    },
+}  # fmt: skip
+
+
+def transforms():
+    generator = torch.Generator().manual_seed(1)
+    allowed = torch.randint(-(2**31), 2**31, (7, -(-V // 32)), generator=generator).int()
+    allowed[3] = 0
+    return {
+        "nothing": {},
+        "dense": {"logit_bias": torch.randn(7, V, generator=generator)},
+        "sparse and mask": {
+            "logit_bias": (torch.tensor([[3, 999, -1]]), torch.tensor([[2.0, 30.0, 1.0]])),
+            "allowed_tokens": allowed,
+        },
+    }
+
+
+def check_tokens(rank, world):
+    """Every request under every transform: what this rank gets is what one process gets from the whole head."""
+    hidden, weight, bias = operands()
+    start, stop = CUTS[world][rank : rank + 2]
+    padding = 3 if rank == world - 1 else 0  # rows beyond the vocabulary
+    mine = torch.cat((weight[start:stop], torch.full((padding, D), 100.0)))
+    for name, request in REQUESTS.items():
+        for transform, extra in transforms().items():
+            for options in ({"logprobs": True}, {"num_samples": 3, "logprobs": "processed"}, {}):
+                params = nl.SamplingParams(seed=torch.arange(7), **request, **extra)
+                own_bias = torch.nn.functional.pad(bias[start:stop], (0, padding))
+                arguments = {"scale": 0.5, "softcap": 30.0}
+                head = nl.LMHead(mine, own_bias, **arguments, vocab_size=V, group=dist.group.WORLD, vocab_start=start)
+                got = head.sample(hidden, params, **options)
+                want = nl.LMHead(weight, bias, **arguments).sample(hidden, params, impl="torch", **options)
+                assert torch.equal(got.tokens, want.tokens), (name, transform, options, got.tokens, want.tokens)
+                for part in ("logprobs", "raw_logprobs", "log_mass"):
+                    if getattr(want, part) is not None:
+                        torch.testing.assert_close(
+                            getattr(got, part), getattr(want, part), rtol=1e-5, atol=1e-5, equal_nan=True
+                        )
+
+
+def check_two_logits(rank, world):
+    """CASES N9: equal logits in each half, one seed on all ranks; noise of local ids would never draw from the second half."""
+    weight = torch.tensor([[0.0]] * 128 + [[-1.0]] * 128)
+    width = 256 // world
+    shard = {"vocab_size": 256, "group": dist.group.WORLD, "vocab_start": rank * width, "validate": False}
+    head = nl.LMHead(weight[rank * width : (rank + 1) * width], **shard)
+    tokens = head.sample(torch.ones(20_000, 1), nl.SamplingParams(seed=torch.arange(20_000))).tokens
+    assert abs((tokens >= 128).float().mean() - 0.2689) < 0.012
+    assert torch.equal(tokens, nl.sample(torch.ones(20_000, 1), weight, seed=torch.arange(20_000)).tokens)
+    # The control: shards that all number their tokens from 0 have the same noise, and the better logit wins every draw
+    local = nl.LMHead(head.spec.weight, **shard | {"vocab_start": 0})
+    won = local.sample(torch.ones(20_000, 1), nl.SamplingParams(seed=torch.arange(20_000)), logprobs="raw").raw_logprobs
+    assert (won == won.max()).all()
+
+
+def check_unseeded(rank, world):
+    """Ranks whose generators differ draw alike, and draw anew each time."""
+    hidden, weight, _ = operands()
+    start, stop = CUTS[world][rank : rank + 2]
+    head = nl.LMHead(weight[start:stop], vocab_size=V, group=dist.group.WORLD, vocab_start=start)
+    torch.manual_seed(rank)
+    rows = hidden[:1].expand(200, D).contiguous()
+    for request in ({"temperature": 5.0}, {"temperature": 5.0, "top_k": 30}):
+        drawn = [head.sample(rows, nl.SamplingParams(**request)).tokens for _ in range(2)]
+        everyone = [torch.empty_like(drawn[0]) for _ in range(world)]
+        dist.all_gather(everyone, drawn[0])
+        assert all(torch.equal(other, drawn[0]) for other in everyone)
+        assert not torch.equal(*drawn)
+
+
+def raises(match, call):
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(match)):
+        call()
+
+
+def check_disagreement(rank, world):
+    """What differs on one rank is an error on all."""
+    hidden, weight, _ = operands()
+    start, stop = CUTS[world][rank : rank + 2]
+    odd = rank == world - 1
+    whole = {"vocab_size": V, "group": dist.group.WORLD, "vocab_start": start}
+    head = nl.LMHead(weight[start:stop], **whole)
+    params = nl.SamplingParams(seed=1)
+    raises("the same rows, got 7 on rank 0 and 5", lambda: head.sample(hidden[:5] if odd else hidden, params))
+    raises("the same request", lambda: head.sample(hidden, nl.SamplingParams(seed=1, top_k=5 + odd)))
+    raises("the same request", lambda: head.sample(hidden, params, logprobs=odd))
+    half = nl.LMHead(weight[start:stop].bfloat16(), **whole)
+    raises("the same dtype", lambda: (half if odd else head).sample(hidden.bfloat16() if odd else hidden, params))
+    short = nl.LMHead(weight[start : stop - odd], **whole)
+    raises("must make up the ids 0 to 1000, got ids up to 999", lambda: short.sample(hidden, params))
+    assert head.sample(hidden, params).tokens.shape == (7,)  # and nobody hangs
+    raises('impl must be "auto" or "torch"', lambda: head.sample(hidden, params, impl="reference"))
+    raises("top_logprobs must be 0", lambda: head.sample(hidden, params, logprobs=True, top_logprobs=2))
+    raises("select must have the whole head", lambda: head.select(hidden, top_k=2))
+    raises(
+        "vocab_start must be below vocab_size", lambda: nl.LMHead(weight, vocab_size=5, group=dist.group.WORLD, vocab_start=5)
+    )
+    raises("vocab_start must come with a group", lambda: nl.LMHead(weight, vocab_start=5))
+    raises("vocab_start must be an integer", lambda: nl.LMHead(weight, vocab_size=5, group=dist.group.WORLD))
+
+
+def check_absent_rank(rank, world):
+    """A rank that does not come: the others say over which group they waited. Last, for the group is no good afterwards."""
+    hidden, weight, _ = operands()
+    start, stop = CUTS[world][rank : rank + 2]
+    group = dist.new_group(list(range(world)), timeout=datetime.timedelta(seconds=2))
+    head = nl.LMHead(weight[start:stop], vocab_size=V, group=group, vocab_start=start, validate=False)
+    if rank:
+        name = f"the exchange of a sharded draw over the process group {group.group_name!r} failed"
+        raises(name, lambda: head.sample(hidden, nl.SamplingParams(seed=1)))
+
+
+CHECKS = (check_tokens, check_two_logits, check_unseeded, check_disagreement, check_absent_rank)
+
+
+def work(rank, world, port, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    try:
+        for check in CHECKS:
+            check(rank, world)
+        results.put((rank, ""))
+    except BaseException:
+        results.put((rank, f"{check.__name__}: {traceback.format_exc()}"))
+    results.close()
+    results.join_thread()
+
+
+@pytest.mark.parametrize("world", CUTS)
+def test_shards(world):
+    """All checks in the same processes: starting them takes longer than most of the checks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=work, args=(rank, world, port, results)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    try:
+        told = [results.get(timeout=400) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    assert [text for _, text in sorted(told) if text] == []
