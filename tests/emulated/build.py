@@ -28,12 +28,16 @@ COPIED = (
     "results.cuh",
     "params.cuh",
     "winners.cuh",
+    "held.cuh",
+    "leave.cuh",
     "choose.cu",
     "tile.cuh",
     "draw.cuh",
     "mass.cuh",
     "truncate.cuh",
     "categorical.cu",
+    "sweep.cuh",
+    "settle.cuh",
     "finish.cu",
 )
 FLAGS = (
