@@ -124,6 +124,12 @@ class TestGenerate:
         monkeypatch.setattr(candidates, "WIDTH", 2)  # a nucleus of the random model has more than two tokens
         assert "4 draws needed a whole row of logits, for their filters" in nologits(*options).err
 
+    def test_says_how_many_draws_took_further_sweeps(self) -> None:
+        from nologits.cli.generate import Generation, _how
+
+        said = _how(Generation(torch.empty(1, 1), 1.0, open_rows=3))
+        assert said == "no row of logits was made; 3 draws took further sweeps over the head, for their filters"
+
     def test_says_why_the_stock_loop_ran(self, nologits: Any, model: str) -> None:
         options = ("-p", "w1", "--max-tokens", "4", "--top-p", "0.8", "--min-p", "0.1")
         result = nologits("generate", model, *options)

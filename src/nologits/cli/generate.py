@@ -20,6 +20,7 @@ from rich.text import Text
 from torch import Tensor
 
 from .. import filtered
+from ..dispatch import hopper_obstacle
 from ..params import SamplingParams
 from .console import UserError, megabytes, notes, one_line, output, resolve_device, resolve_impl
 
@@ -56,6 +57,7 @@ class Generation(NamedTuple):
     raw_logprobs: Tensor | None = None
     reason: str = ""  # why transformers' own loop ran instead of nologits' draw
     whole_rows: int = 0  # draws for which a row's logits were made
+    open_rows: int = 0  # draws that took further sweeps over the head instead
 
 
 def run_generate(options: GenerateOptions) -> None:
@@ -179,7 +181,7 @@ def _generate(
     logging.getLogger("nologits").setLevel(logging.ERROR)
     if options.logprobs:
         settings |= {"return_dict_in_generate": True, "logprobs": True}
-    before = filtered.Count.rows
+    before, open_before = filtered.Count.rows, _open_rows(model.device)
     generation = _timed(
         lambda: model.generate(
             **inputs, **settings, custom_generate=integration.generate, seed=seed, impl=options.impl, streamer=streamer
@@ -187,7 +189,20 @@ def _generate(
         inputs,
     )
     report = integration.last_report(model)
-    return generation._replace(reason=report.reason if report is not None else "", whole_rows=filtered.Count.rows - before)
+    return generation._replace(
+        reason=report.reason if report is not None else "",
+        whole_rows=filtered.Count.rows - before,
+        open_rows=_open_rows(model.device) - open_before,
+    )
+
+
+def _open_rows(device: torch.device) -> int:
+    """Rows so far that the Hopper kernels left open; 0 where they cannot run."""
+    if hopper_obstacle(device):
+        return 0
+    from ..kernels.categorical_sm90 import open_rows  # needs cuda.bindings
+
+    return int(open_rows(device))
 
 
 def _stock(model: Any, tokenizer: Any, inputs: dict[str, Tensor], options: GenerateOptions, max_tokens: int) -> Generation:
@@ -419,13 +434,15 @@ def _show_summary(model: Any, options: GenerateOptions, ours: Generation, scratc
     memory = "not measured" if scratch is None else megabytes(scratch)
     console.print(f"[dim]{count} tokens, {count / ours.seconds:.1f} tokens/s, {note}[/dim]")
     console.print(
-        f"[dim]{_how(ours.whole_rows)}; one draw, temporary memory at its peak: {memory}; "
+        f"[dim]{_how(ours)}; one draw, temporary memory at its peak: {memory}; "
         f"the logits \\[{options.batch}, {vocab}] in fp32 would be {megabytes(4 * options.batch * vocab)}[/dim]"
     )
 
 
-def _how(whole_rows: int) -> str:
-    """Of how many draws the logits were made. Rows that have ended are drawn on until the last has."""
-    if not whole_rows:
-        return "no row of logits was made"
-    return f"{whole_rows} draws needed a whole row of logits, for their filters"
+def _how(ours: Generation) -> str:
+    """Of how many draws the logits were made, or made again. Rows that have ended are drawn on until the last has."""
+    if ours.whole_rows:
+        return f"{ours.whole_rows} draws needed a whole row of logits, for their filters"
+    if ours.open_rows:
+        return f"no row of logits was made; {ours.open_rows} draws took further sweeps over the head, for their filters"
+    return "no row of logits was made"
