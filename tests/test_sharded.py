@@ -64,7 +64,7 @@ def check_tokens(rank, world):
     mine = torch.cat((weight[start:stop], torch.full((padding, D), 100.0)))
     for name, request in REQUESTS.items():
         for transform, extra in transforms().items():
-            for options in ({"logprobs": True}, {"num_samples": 3, "logprobs": "processed"}, {}):
+            for options in ({"logprobs": True, "top_logprobs": 9}, {"num_samples": 3, "logprobs": "processed"}, {}):
                 params = nl.SamplingParams(seed=torch.arange(7), **request, **extra)
                 own_bias = torch.nn.functional.pad(bias[start:stop], (0, padding))
                 arguments = {"scale": 0.5, "softcap": 30.0}
@@ -131,7 +131,7 @@ def check_disagreement(rank, world):
     raises("must make up the ids 0 to 1000, got ids up to 999", lambda: short.sample(hidden, params))
     assert head.sample(hidden, params).tokens.shape == (7,)  # and nobody hangs
     raises('impl must be "auto" or "torch"', lambda: head.sample(hidden, params, impl="reference"))
-    raises("top_logprobs must be 0", lambda: head.sample(hidden, params, logprobs=True, top_logprobs=2))
+    raises("the same request", lambda: head.sample(hidden, params, logprobs=True, top_logprobs=2 + odd))
     raises("select must have the whole head", lambda: head.select(hidden, top_k=2))
     raises(
         "vocab_start must be below vocab_size", lambda: nl.LMHead(weight, vocab_size=5, group=dist.group.WORLD, vocab_start=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from .params import LogitBias, RowParams, SamplingParams, check_device, check_nu
 from .selection import MAX_VOCAB
 from .sources import HiddenSource, LogitsSource
 from .tops import MAX_TOP
-from .types import Candidates, Impl, LogprobsMode, Samples
+from .types import Candidates, Impl, LogprobsMode, Samples, TopTokens
 
 if TYPE_CHECKING:
     from .sharded import Shard
@@ -104,7 +105,8 @@ def sample_head(
     drawn = _finish(drawn, num_samples, check)
     if not top_logprobs or drawn.top is not None or drawn.raw_top is not None:
         return drawn
-    return _with_top(drawn, ops.make_source(hidden.detach(), head, name), rows, top_logprobs, processed, raw, name)
+    source = ops.make_source(hidden.detach(), head, name)
+    return _with_top(drawn, lambda some: ops.run_top(source, some, top_logprobs, name), rows, processed, raw)
 
 
 def _sample_shard(
@@ -120,8 +122,6 @@ def _sample_shard(
 ) -> Samples:
     if impl not in ("auto", "torch"):
         raise ValueError(f'impl must be "auto" or "torch" for a shard of a head, got {impl!r}')
-    if top_logprobs:
-        raise ValueError(f"top_logprobs must be 0 for a shard of a head, got {top_logprobs}")
     from . import sharded  # torch.distributed is not everywhere
 
     rows = make_rows(params, hidden.shape[0], shard.vocab_size, hidden.device)
@@ -131,10 +131,14 @@ def _sample_shard(
             for name, value in rows._asdict().items()
             if value is not None
         )
-        sharded.check_agreement(shard, hidden, (num_samples, processed, raw, *asked))
+        sharded.check_agreement(shard, hidden, (num_samples, processed, raw, top_logprobs, *asked))
     if hidden.shape[0] == 0 or num_samples == 0:
-        return _empty(hidden, num_samples, processed, raw)
-    return sharded.sample(shard, hidden.detach(), rows, num_samples, processed, raw)
+        drawn = _empty(hidden, num_samples, processed, raw)
+    else:
+        drawn = sharded.sample(shard, hidden.detach(), rows, num_samples, processed, raw)
+    if not top_logprobs:
+        return drawn
+    return _with_top(drawn, lambda some: sharded.top_tokens(shard, hidden.detach(), some, top_logprobs), rows, processed, raw)
 
 
 def sample_logits(
@@ -184,7 +188,8 @@ def sample_logits(
     drawn = _finish(drawn, num_samples, check)
     if not top_logprobs:
         return drawn
-    return _with_top(drawn, LogitsSource(logits.detach()), rows, top_logprobs, processed, raw, name)
+    source = LogitsSource(logits.detach())
+    return _with_top(drawn, lambda some: ops.run_top(source, some, top_logprobs, name), rows, processed, raw)
 
 
 def filter_logits(
@@ -295,13 +300,11 @@ def _logprobs(mode: object, top: object) -> tuple[bool, bool]:
     return wanted[mode]
 
 
-def _with_top(
-    drawn: Samples, source: HiddenSource | LogitsSource, rows: RowParams, count: int, processed: bool, raw: bool, impl: str
-) -> Samples:
+def _with_top(drawn: Samples, top_of: Callable[[RowParams], TopTokens], rows: RowParams, processed: bool, raw: bool) -> Samples:
     """The draws with the most likely tokens of each row. A row that is invalid under its parameters has none of the head's own
     either."""
-    top = ops.run_top(source, rows, count, impl) if processed else None
-    raw_top = ops.run_top(source, rows.bare()._replace(temperature=1.0), count, impl) if raw else None
+    top = top_of(rows) if processed else None
+    raw_top = top_of(rows.bare()._replace(temperature=1.0)) if raw else None
     if raw_top is not None and drawn.tokens.numel():
         raw_top = raw_top.invalidate(drawn.tokens.reshape(len(drawn.tokens), -1)[:, 0] < 0)
     return drawn._replace(top=top, raw_top=raw_top)

@@ -43,7 +43,7 @@ class LMHead:
         vocab_size: ``V``, the number of real tokens; default all rows of ``weight``.
         group: a ``torch.distributed`` process group whose ranks hold a shard of the head each; ``weight`` and ``bias`` are this
             rank's, ``vocab_size`` is that of all and has to be given. Every rank draws with the same arguments, and gets the
-            same results. Runs under ``impl="torch"``, without ``top_logprobs`` and ``select``.
+            same results. Runs under ``impl="torch"``, without ``select``.
         vocab_start: with ``group``, the id of this shard's first row. Rows at or beyond ``vocab_size`` are padding.
         validate: with ``group``, compare the ranks' shapes, dtypes and parameters at each draw (one small exchange; the host
             waits for it), so that a rank that differs is an error on all.

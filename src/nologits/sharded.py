@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import candidates, filtered
+from . import candidates, filtered, tops
 from .head import HeadSpec
 from .params import RowParams
-from .selection import NO_WORD, needs_mass
+from .selection import NO_WORD, needs_mass, value_of
 from .sources import HiddenSource, LogitsSource
 from .streaming import RunningDraw, RunningMass, draw_kept, vocabulary_chunks
-from .types import Samples
+from .types import Samples, TopTokens
 
 
 class Shard(NamedTuple):
@@ -107,22 +107,7 @@ def _plain(shard: Shard, source: HiddenSource, rows: RowParams, num_samples: int
 
 
 def _filtered(shard: Shard, source: HiddenSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
-    batch = source.batch
-    width = min(shard.vocab_size, candidates.width_for(rows))
-    masses = processed or needs_mass(rows)
-    best = candidates.collect(source, rows, min(source.vocab, width), masses, raw, shard.start)
-    words = torch.nn.functional.pad(best.words, (0, width - best.words.shape[1]), value=NO_WORD)
-    everyone = _gather(shard.group, words)
-    head = torch.zeros(batch, 0, device=source.device)
-    raw_mass = best.head[1] if best.head else RunningMass(batch, source.device, 1.0, False)
-    if best.head:
-        padded = torch.nn.functional.pad(best.head[0], (0, width - best.head[0].shape[1]))
-        head = torch.cat(_gather(shard.group, padded), dim=1)
-    for index, other in enumerate(_gather(shard.group, torch.cat((_packed(best.mass), _packed(raw_mass)), dim=1))):
-        for mass, part in zip((best.mass, raw_mass), other.split(2, dim=1), strict=True):
-            (_unpack if index == 0 else _join)(mass, part)
-    words, place = torch.cat(everyone, dim=1).topk(width, dim=-1)
-    best = candidates.Best(words, best.mass, (head.gather(1, place), raw_mass) if best.head else None)
+    best = _collect(shard, source, rows, candidates.width_for(rows), processed or needs_mass(rows), raw)
     counts, certain = candidates.count_kept(best, rows, shard.vocab_size)
     invalid = best.mass.invalid(rows)
     drawn = candidates.draw_kept(best, counts, rows, num_samples, processed).invalidate(invalid)
@@ -133,6 +118,33 @@ def _filtered(shard: Shard, source: HiddenSource, rows: RowParams, num_samples: 
             if isinstance(target, Tensor) and isinstance(made, Tensor):
                 target[start:stop] = made
     return drawn
+
+
+def top_tokens(shard: Shard, hidden: Tensor, rows: RowParams, count: int) -> TopTokens:
+    """The most likely tokens of each row, the same on every rank; as :func:`nologits.tops.top_tokens`."""
+    source = HiddenSource(hidden, shard.head)
+    if not rows.filtered:
+        best = _collect(shard, source, rows, count, True, False)
+        return tops.finish(best.words, best.mass.logprob(value_of(best.words)), best.mass.invalid(rows), rows, count)
+    best = _collect(shard, source, rows, tops.width_for(rows, count), needs_mass(rows), False)
+    return tops.settle(
+        best, rows, shard.vocab_size, count, lambda start, stop: LogitsSource(_gather_logits(shard, source.rows(start, stop)))
+    )
+
+
+def _collect(shard: Shard, source: HiddenSource, rows: RowParams, width: int, masses: bool, raw: bool) -> candidates.Best:
+    """The best tokens and the masses of all shards."""
+    width = min(shard.vocab_size, width)
+    best = candidates.collect(source, rows, min(source.vocab, width), masses, raw, shard.start)
+    missing = (0, width - best.words.shape[1])
+    words = torch.cat(_gather(shard.group, torch.nn.functional.pad(best.words, missing, value=NO_WORD)), dim=1)
+    raw_mass = best.head[1] if best.head else RunningMass(source.batch, source.device, 1.0, False)
+    head = torch.cat(_gather(shard.group, torch.nn.functional.pad(best.head[0], missing)), dim=1) if best.head else None
+    for index, other in enumerate(_gather(shard.group, torch.cat((_packed(best.mass), _packed(raw_mass)), dim=1))):
+        for mass, part in zip((best.mass, raw_mass), other.split(2, dim=1), strict=True):
+            (_unpack if index == 0 else _join)(mass, part)
+    words, place = words.topk(width, dim=-1)
+    return candidates.Best(words, best.mass, None if head is None else (head.gather(1, place), raw_mass))
 
 
 def _gather_logits(shard: Shard, source: HiddenSource) -> Tensor:

@@ -7,6 +7,8 @@ whole rows are made, a block of them at a time, as in :mod:`nologits.filtered`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,24 +43,34 @@ def _of_whole_rows(source: Source, rows: RowParams, count: int) -> TopTokens:
         kept = logits.masked_fill(~keep_mask(logits, some), float("-inf"))
         words = order_words(kept, 0).topk(min(count, source.vocab), dim=-1).values
         found = log_softmax_at(kept, token_of(words), some.temperature32)
-        ids[start:stop], logprobs[start:stop] = _finish(words, found, invalid_rows(logits, some), some, count)
+        ids[start:stop], logprobs[start:stop] = finish(words, found, invalid_rows(logits, some), some, count)
     return TopTokens(ids, logprobs)
 
 
 def _settled(source: Source, rows: RowParams, count: int) -> TopTokens:
-    batch, device = source.batch, source.device
-    best = candidates.collect(source, rows, min(source.vocab, max(count, candidates.width_for(rows))), needs_mass(rows), False)
-    counts, certain = candidates.count_kept(best, rows, source.vocab)
+    best = candidates.collect(source, rows, min(source.vocab, width_for(rows, count)), needs_mass(rows), False)
+    return settle(best, rows, source.vocab, count, source.rows)
+
+
+def width_for(rows: RowParams, count: int) -> int:
+    """How many of a row's best tokens are looked at for its ``count`` most likely ones under filters."""
+    return max(count, candidates.width_for(rows))
+
+
+def settle(best: candidates.Best, rows: RowParams, vocab: int, count: int, whole: Callable[[int, int], Source]) -> TopTokens:
+    """The first ``count`` tokens of what filters keep of each row's best; ``whole(start, stop)`` makes uncertain rows."""
+    batch, device = best.words.shape[0], best.words.device
+    counts, certain = candidates.count_kept(best, rows, vocab)
     inside = torch.arange(best.words.shape[1], device=device) < counts[:, None]
     kept = value_of(best.words).masked_fill(~inside, float("-inf"))
     first = torch.arange(min(count, kept.shape[1]), device=device).expand(batch, -1)
     logprobs = log_softmax_at(kept, first, rows.temperature32).masked_fill(~inside[:, : first.shape[1]], float("-inf"))
     words = best.words[:, : first.shape[1]].masked_fill(~inside[:, : first.shape[1]], NO_WORD)
     invalid = best.mass.invalid(rows)
-    top = _finish(words, logprobs, invalid, rows, count)
+    top = finish(words, logprobs, invalid, rows, count)
     greedy = torch.as_tensor(rows.temperature32, device=device) == 0  # settled, but for their list
     for start, stop in candidates.runs(~invalid & (~certain | greedy)):
-        some = _of_whole_rows(source.rows(start, stop), rows.block(start, stop), count)
+        some = _of_whole_rows(whole(start, stop), rows.block(start, stop), count)
         top.ids[start:stop], top.logprobs[start:stop] = some
     return top
 
@@ -72,10 +84,10 @@ def _streamed(source: Source, rows: RowParams, count: int) -> TopTokens:
         mass.update(logits)
         best = torch.cat((words, order_words(logits, start)), dim=1)
         words = best.topk(min(count, best.shape[1]), dim=-1).values
-    return _finish(words, mass.logprob(value_of(words)), mass.invalid(rows), rows, count)
+    return finish(words, mass.logprob(value_of(words)), mass.invalid(rows), rows, count)
 
 
-def _finish(words: Tensor, logprobs: Tensor, invalid: Tensor, rows: RowParams, count: int) -> TopTokens:
+def finish(words: Tensor, logprobs: Tensor, invalid: Tensor, rows: RowParams, count: int) -> TopTokens:
     """``count`` columns of the tokens behind sorted words. At T = 0 the first has all the probability."""
     batch, missing = words.shape[0], count - words.shape[1]
     first = torch.arange(words.shape[1], device=words.device) == 0
