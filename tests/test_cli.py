@@ -69,7 +69,9 @@ def nologits(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    code = "import sys; from nologits.cli import main; sys.exit(main())"
+    # A shell's background job ignores interrupts, and so would its children: they start as in the foreground.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from nologits.cli import main; sys.exit(main())"
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
