@@ -330,5 +330,4 @@ def _finish(samples: Samples, num_samples: int, check: bool) -> Samples:
             )
     if num_samples != 1:
         return samples
-    squeeze = [None if part is None else part.squeeze(1) for part in (samples.tokens, samples.logprobs, samples.raw_logprobs)]
-    return Samples(squeeze[0], squeeze[1], squeeze[2], *samples[3:])  # type: ignore[arg-type]
+    return samples.squeeze()

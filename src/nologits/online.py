@@ -139,9 +139,7 @@ class OnlineSampler:
             raise RuntimeError(
                 f"{self.missing} of {self.vocab_size} ids have not come, the first {self._next()}; or pass partial=True"
             )
-        drawn = self._draw.result()
-        squeeze = [None if part is None else part.squeeze(1) for part in (drawn.tokens, drawn.logprobs, drawn.raw_logprobs)]
-        return Samples(squeeze[0], squeeze[1], squeeze[2], drawn.log_mass)  # type: ignore[arg-type]
+        return self._draw.result().squeeze()
 
     def _next(self) -> int:
         """The smallest id that has not come."""

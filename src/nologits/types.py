@@ -48,6 +48,14 @@ class Samples(NamedTuple):
             None if self.log_mass is None else self.log_mass.masked_fill(rows, nan),
         )
 
+    def squeeze(self) -> Samples:
+        """The same draws, one a row (``[B, 1]``), without the last dimension: ``[B]``."""
+        return self._replace(
+            tokens=self.tokens.squeeze(1),
+            logprobs=None if self.logprobs is None else self.logprobs.squeeze(1),
+            raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs.squeeze(1),
+        )
+
 
 class TopTokens(NamedTuple):
     """The most likely tokens of every row, in the order of the contract: logit descending, id ascending.

@@ -73,6 +73,16 @@ def temperature_arguments(rows: RowParams) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def filter_arguments(rows: RowParams) -> tuple[dict[str, Tensor], dict[str, int | float]]:
+    """The filters as the Hopper kernels take them: the tensors of those with one number a row, and the numbers beside them."""
+    asked = {name: getattr(rows, name) for name in ("top_k", "top_p", "min_p")}
+    tensors = {name: value for name, value in asked.items() if isinstance(value, Tensor)}
+    numbers: dict[str, int | float] = {f"{name}_value": value for name, value in asked.items() if name not in tensors}
+    for name, tensor in tensors.items():
+        numbers |= {f"stride_{name}": tensor.stride(0), f"{name}_wide": int(tensor.element_size() == 8)}
+    return tensors, numbers
+
+
 def noise_arguments(rows: RowParams) -> dict[str, Any]:
     """Temperature and what keys the noise."""
     return temperature_arguments(rows) | {

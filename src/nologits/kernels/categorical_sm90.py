@@ -14,7 +14,7 @@ from torch import Tensor
 from ..params import RowParams
 from ..sources import HiddenSource
 from ..types import Samples, TopTokens
-from .arguments import on_device, stride_of, temperature_arguments
+from .arguments import filter_arguments, on_device, stride_of, temperature_arguments
 from .config import HopperConfig, multiprocessors
 from .nvrtc import Defines, Kernel, load, tensor_map
 
@@ -172,8 +172,9 @@ def launch_draw(
     }  # fmt: skip
     numbers: dict[str, int | float] = {}
     if gathers:
-        scratch, numbers = _filter_arguments(rows, batch, slots, num_top, device)
-        tensors |= scratch
+        filters, numbers = filter_arguments(rows)
+        tensors |= filters | _filter_scratch(batch, slots, num_top, _has_top_p(rows), device)
+        numbers["num_top"] = num_top
         for name, top in (("top", out.top), ("raw_top", out.raw_top)):
             if top is not None:
                 tensors |= {f"{name}_ids": top.ids, f"{name}_logprobs": top.logprobs}
@@ -203,27 +204,19 @@ def launch_draw(
     return out
 
 
-def _filter_arguments(
-    rows: RowParams, batch: int, slots: int, num_top: int, device: torch.device
-) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
-    """What the kernels are asked, and what they tell each other."""
-    asked = {name: getattr(rows, name) for name in ("top_k", "top_p", "min_p")}
-    tensors = {name: value for name, value in asked.items() if isinstance(value, Tensor)}
+def _filter_scratch(batch: int, slots: int, num_top: int, top_p: bool, device: torch.device) -> dict[str, Tensor | None]:
+    """What the kernels tell each other."""
     sizes = {"gathered": batch, "peaks": batch, "thresholds": batch, "progress": 2, "pilot": batch * slots * _PIECES}
     zeros = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device).split(list(sizes.values()))
-    numbers: dict[str, int | float] = {"num_top": num_top}
-    numbers |= {f"{name}_value": value for name, value in asked.items() if not isinstance(value, Tensor)}
-    for name, tensor in tensors.items():
-        numbers |= {f"stride_{name}": tensor.stride(0), f"{name}_wide": int(tensor.element_size() == 8)}
-    scratch = {
-        "rests": torch.empty(batch, slots, 2, dtype=torch.float64, device=device) if _has_top_p(rows) else None,
+    return {
+        **dict(zip(sizes, zeros, strict=True)),
+        "rests": torch.empty(batch, slots, 2, dtype=torch.float64, device=device) if top_p else None,
         "entries": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device),
         "slot_thresholds": torch.empty(batch, slots, device=device),
         "tops": torch.empty(batch, num_top, dtype=torch.int64, device=device) if num_top else None,
         "open": torch.empty(batch, _OPEN_WORDS, dtype=torch.int64, device=device),
         "open_rows": open_rows(device) if _index(device) in _counters or not torch.cuda.is_current_stream_capturing() else None,
     }
-    return {**tensors, **scratch, **dict(zip(sizes, zeros, strict=True))}, numbers
 
 
 def _has_top_p(rows: RowParams) -> bool:

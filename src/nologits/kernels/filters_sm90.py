@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..params import RowParams
 from ..types import Samples
-from .arguments import on_device, stride_of, temperature_arguments
+from .arguments import filter_arguments, on_device, stride_of, temperature_arguments
 from .config import FILTER_GATHERED, FilterConfig, filter_config, multiprocessors
 from .nvrtc import Kernel, load
 
@@ -87,18 +87,16 @@ def _launch(
     batch, vocab = logits.shape
     config = config or filter_config(vocab, batch, multiprocessors(logits.device))
     temperature = temperature_arguments(rows)
-    numbers = {name: getattr(rows, name) for name in ("top_k", "top_p", "min_p")}
-    tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
-    scalars = {f"{name}_value": value for name, value in numbers.items() if not isinstance(value, Tensor)}
+    tensors, numbers = filter_arguments(rows)
     given: dict[str, Tensor | None] = {
         "logits": logits, "temperature": temperature["temperature_ptr"],
         "seed": rows.seed, "position": rows.position, "entropy": rows.entropy, **tensors, **results,
     }  # fmt: skip
     params = Params(
         **{name: tensor.data_ptr() for name, tensor in given.items() if tensor is not None},
-        **{f"stride_{name}": stride_of(given.get(name), 0) for name in (stride.removeprefix("stride_") for stride in _STRIDES)},
-        **{f"{name}_wide": int(tensor.element_size() == 8) for name, tensor in tensors.items()},
-        **scalars,
+        **numbers, stride_logits=logits.stride(0), stride_out=stride_of(results.get("out"), 0),
+        stride_temperature=temperature["stride_temperature"], stride_seed=stride_of(rows.seed, 0),
+        stride_position=stride_of(rows.position, 0),
         V=vocab, chunk=config.chunk(vocab), apart=_apart(logits, results.get("out")),
         temperature_value=temperature["temperature_value"], mask_value=mask_value,
     )  # fmt: skip
