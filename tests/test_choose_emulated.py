@@ -65,7 +65,7 @@ def gather(module, logits, rows, wanted, shuffle):
     left = {
         "entries": torch.zeros(batch, module.CAPACITY, dtype=torch.int64), "gathered": torch.zeros(batch, dtype=torch.int32),
         "peaks": torch.zeros(batch, dtype=torch.int32), "slot_thresholds": torch.zeros(batch, SLOTS),
-        "rests": torch.zeros(batch, SLOTS, 2, dtype=torch.float64),
+        "rests": torch.zeros(batch, SLOTS, dtype=torch.float64),
     }  # fmt: skip
     for row, values in enumerate(logits):
         threshold = LOWEST if wanted >= vocab else max(values.sort(descending=True).values[wanted - 1].item(), LOWEST)
@@ -78,7 +78,7 @@ def gather(module, logits, rows, wanted, shuffle):
         left["slot_thresholds"][row] = threshold
         inverse = (torch.tensor(LOG2E, dtype=torch.float32) / temperature[row]).item() if temperature[row] > 0 else 1.0
         octaves = (values[(values < threshold) & (values > -INF)].double() - threshold) * inverse
-        left["rests"][row, shuffle.randrange(SLOTS)] = torch.stack((octaves.exp2().sum(), (octaves.exp2() * octaves).sum()))
+        left["rests"][row, shuffle.randrange(SLOTS)] = octaves.exp2().sum()
     return left
 
 

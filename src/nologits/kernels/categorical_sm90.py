@@ -37,7 +37,7 @@ _SIZES = ("B", "V", "D", "tiles", "mass_tiles", "slots", "box_rows", "num_biased
 _SCALARS = ("temperature_value", "scale", "softcap")
 _FILTER_POINTERS = (
     "top_k", "top_p", "min_p", "entries", "gathered", "peaks", "pilot", "thresholds", "open", "progress", "open_rows", "rests",
-    "slot_thresholds", "tops", "top_ids", "top_logprobs", "raw_top_ids", "raw_top_logprobs",
+    "slot_thresholds", "tops", "made", "top_ids", "top_logprobs", "raw_top_ids", "raw_top_logprobs",
 )  # fmt: skip
 _FILTER_INTEGERS = ("stride_top_k", "stride_top_p", "stride_min_p", "top_k_value")
 
@@ -64,7 +64,7 @@ class Params(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in _FILTER_POINTERS]
         + [(name, ctypes.c_int64) for name in _FILTER_INTEGERS]
         + [(name, ctypes.c_double) for name in ("top_p_value", "min_p_value")]
-        + [(name, ctypes.c_int32) for name in ("top_k_wide", "top_p_wide", "min_p_wide", "num_top")]
+        + [(name, ctypes.c_int32) for name in ("top_k_wide", "top_p_wide", "min_p_wide", "num_top", "made_rows")]
     )
 
 
@@ -173,8 +173,8 @@ def launch_draw(
     numbers: dict[str, int | float] = {}
     if gathers:
         filters, numbers = filter_arguments(rows)
-        tensors |= filters | _filter_scratch(batch, slots, num_top, _has_top_p(rows), device)
-        numbers["num_top"] = num_top
+        tensors |= filters | _filter_scratch(batch, vocab, slots, num_top, _has_top_p(rows), device)
+        numbers |= {"num_top": num_top, "made_rows": _made_rows(batch)}
         for name, top in (("top", out.top), ("raw_top", out.raw_top)):
             if top is not None:
                 tensors |= {f"{name}_ids": top.ids, f"{name}_logprobs": top.logprobs}
@@ -204,19 +204,27 @@ def launch_draw(
     return out
 
 
-def _filter_scratch(batch: int, slots: int, num_top: int, top_p: bool, device: torch.device) -> dict[str, Tensor | None]:
+def _filter_scratch(
+    batch: int, vocab: int, slots: int, num_top: int, top_p: bool, device: torch.device
+) -> dict[str, Tensor | None]:
     """What the kernels tell each other."""
     sizes = {"gathered": batch, "peaks": batch, "thresholds": batch, "progress": 2, "pilot": batch * slots * _PIECES}
     zeros = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device).split(list(sizes.values()))
     return {
         **dict(zip(sizes, zeros, strict=True)),
-        "rests": torch.empty(batch, slots, 2, dtype=torch.float64, device=device) if top_p else None,
+        "rests": torch.empty(batch, slots, dtype=torch.float64, device=device) if top_p else None,
         "entries": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device),
         "slot_thresholds": torch.empty(batch, slots, device=device),
         "tops": torch.empty(batch, num_top, dtype=torch.int64, device=device) if num_top else None,
+        "made": torch.empty(_made_rows(batch), -(-vocab // _FINISH_CONFIG.tile) * _FINISH_CONFIG.tile, device=device),
         "open": torch.empty(batch, _OPEN_WORDS, dtype=torch.int64, device=device),
         "open_rows": open_rows(device) if _index(device) in _counters or not torch.cuda.is_current_stream_capturing() else None,
     }
+
+
+def _made_rows(batch: int) -> int:
+    """Open rows of a group whose logits are kept for further sweeps."""
+    return max(1, batch // 64)
 
 
 def _has_top_p(rows: RowParams) -> bool:

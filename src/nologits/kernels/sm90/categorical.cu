@@ -40,10 +40,7 @@ __device__ __forceinline__ void store_slot(const Params& p, const Row& row, cons
 #if FILTER
     if (row.gathered) p.slot_thresholds[slot] = thresholds[row.row - blockIdx.x * ROWS];
 #if REST
-    if (!row.drawn) {
-        const RowRest rest = rest_of(row.best);
-        p.rests[slot] = make_double2(rest.sum, rest.by_octave);
-    }
+    if (!row.drawn) p.rests[slot] = rest_of(row.best);
 #endif
     if (!row.drawn) return;
 #endif
@@ -137,15 +134,16 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         for (int set = 0; set < SETS; ++set)
             if (rows[set][0].warp_drawn) draw(x[set], rows[set], codes + set * SLOTS * 32, v0);
 #if FILTER
-        if (!informed) learn_thresholds(x, p, rows, thresholds, warp_row);
+        if (!informed) learn_thresholds(x, p, rows, thresholds, warp_row, codes);
         informed = true;
 #pragma unroll
         for (int set = 0; set < SETS; ++set) {
             if (!rows[set][0].warp_valid) continue;
+            gather(x[set], p, rows[set], of_rows + 64 * set, codes + set * SLOTS * 32, v0, [&] {
 #if REST
-            weigh_rest(x[set], rows[set], of_rows + 64 * set);
+                weigh_rest(x[set], rows[set], of_rows + 64 * set);
 #endif
-            gather(x[set], p, rows[set], of_rows + 64 * set, codes + set * SLOTS * 32, v0);
+            });
         }
 #endif
         made = 0;

@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(cons
     const int stored = min(gathered, CAPACITY);
 #pragma unroll 2
     for (int i = threadIdx.x; i < stored; i += THREADS) held[i] = __ldcg(&p.entries[static_cast<i64>(row) * CAPACITY + i]);
-    work.bins[threadIdx.x] = 0;
+    work.bins[threadIdx.x] = work.upper[threadIdx.x] = 0;
     __syncthreads();
     if (gathered > CAPACITY) return leave_open(p, row, filters, scale, TOP, peak);
     const int threshold = key_of(work.threshold);
@@ -88,90 +88,95 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(cons
         if (!filters.any()) return;
     }
 
-    // What min-p keeps of them, in bins
+    // What min-p keeps of them, in bins: how many, for a top-k, or what they weigh
     const int lowest = filters.min_p ? max(threshold, work.cut) : threshold;
+    const bool by_min_p = work.threshold == LOWEST_LOGIT || (filters.min_p && work.cut >= threshold);  // that is all that min-p keeps
     const KeyBins bins(lowest, key_of(peak));
     u64 my_mass = 0;
     each_held(stored, [&](Entry entry) {
         const int key = key_of_entry(entry);
         if (key < lowest) return;
-        if (filters.top_k || filters.top_p) atomicAdd(&work.bins[bins.bin_of(key)], 1);
-        if ((filters.top_p || MASS) && !filters.top_k) my_mass += units(value_of(key), scale, work.table);
+        if (filters.top_k) {
+            atomicAdd(&work.bins[bins.bin_of(key)], 1);
+        } else if (filters.top_p) {
+            add_mass(bins.bin_of(key), units(value_of(key), scale, work.table));
+        } else if (MASS) {
+            my_mass += units(value_of(key), scale, work.table);
+        }
     });
-    u64 kept_mass = reduce_block(Number{my_mass}).sum;
-    if (!filters.top_k && !filters.top_p && (work.threshold == LOWEST_LOGIT || work.cut >= threshold)) {
+    __syncthreads();
+    u64 kept_mass;
+    if (!filters.top_k && !filters.top_p) {
+        if (!by_min_p) return leave_open(p, row, filters, scale, false, work.threshold);
+        kept_mass = reduce_block(Number{my_mass}).sum;
         const Candidate best = draw_from(lowest, stored, 0, stream, spread);
         if (TOP) write_tops(p, row, static_cast<Entry>(turned(lowest)) << 32, p.num_top, request.temperature, peak, log(kept_mass * 0x1p-40));
         return write_result(p, row, best, peak, request.temperature, kept_mass);
     }
 
-    // Where the last of what is kept seems to be: for a top-k in all bins down to it, for a top-p alone in those around it
+    // Where the last of what is kept lies: for a top-k in all bins down to its own, for a top-p alone in that or, in doubt, a few
     const int bin = THREADS - 1 - threadIdx.x;  // from the top
-    const u32 in_bin = work.bins[bin];
-    const float middle = value_of(bins.first_of(bin) + (1 << bins.shift >> 1)), share = middle < peak ? exp2_approx((middle - peak) * scale.slope) : 1.0f;
-    const Binned of_bin = {in_bin, in_bin ? in_bin * share : 0.0f};
-    const Running running = scan_block(of_bin);
-    const int found = running.total.count;
-    const bool whole = work.threshold == LOWEST_LOGIT || (filters.min_p && work.cut >= threshold) || (filters.top_k && request.top_k <= found);
+    const u64 in_bin = filters.top_k ? work.bins[bin] : mass_of(bin, bin == bins.bin_of(key_of(peak))), through = scan_block(in_bin, kept_mass);
+    const bool whole = by_min_p || (filters.top_k && request.top_k <= kept_mass);
     if (!whole && !(filters.mass_of_all() && work.agreed)) return leave_open(p, row, filters, scale, false, work.threshold);
-    const int most = filters.top_k ? static_cast<int>(min(static_cast<i64>(found), request.top_k)) : found;
-    const double unit = exp((static_cast<double>(work.threshold) - peak) / request.temperature) * 0x1p40, rest = whole ? 0.0 : work.rest * unit;
-    const float sought = request.top_p * (running.total.measure + static_cast<float>(rest * 0x1p-40));
-    const bool above = !filters.top_k && running.through.measure < (1.0f - SLACK) * sought;
-    const bool inside = filters.top_k ? running.through.count - in_bin < most : running.through.measure - of_bin.measure < (1.0f + SLACK) * sought;
-    const int bins_above = __syncthreads_count(above), bins_inside = __syncthreads_count(inside);  // from the top
-    int last_listed = filters.top_k || !bins_above ? HIGHEST_KEY : bins.first_of_upper(bins_above) - 1, first_listed = bins.first_of_upper(bins_inside);
+    double target = 0.0, doubt = 0.0;
+    auto aim = [&](double rest) { target = fmax(request.top_p * (static_cast<double>(kept_mass) + rest), 0.5); };
+    int most = stored;
+    if (filters.top_k) {
+        most = static_cast<int>(min(static_cast<i64>(kept_mass), request.top_k));
+    } else if (whole) {
+        aim(0.0);
+    } else {
+        const double unit = exp((static_cast<double>(work.threshold) - peak) / request.temperature) * 0x1p40, rest = work.rest * unit;
+        aim(rest);
+        doubt = request.top_p * (work.doubt * unit + 0.5 * p.V) + (static_cast<double>(kept_mass) + rest) * 0x1p-44;
+        if (!(static_cast<double>(kept_mass) > target + doubt)) return leave_open(p, row, filters, scale, false, work.threshold);
+    }
+    const bool above = !filters.top_k && static_cast<double>(through) < target - doubt;
+    const bool inside = filters.top_k ? through - in_bin < most : static_cast<double>(through - in_bin) < target + doubt;
+    const int bins_above = __syncthreads_count(above);  // from the top
+    if (threadIdx.x == bins_above - 1) work.above = through;
+    const int bins_inside = __syncthreads_count(inside);
+    const u64 mass_above = bins_above ? work.above : 0;
+    const int last_listed = bins_above ? bins.first_of_upper(bins_above) - 1 : HIGHEST_KEY;
+    const int count = list(stored, bins.first_of_upper(bins_inside), last_listed);
 
-    int kept = most;           // of the list
-    for (bool all = false;; all = true) {
-        if (all) last_listed = HIGHEST_KEY, first_listed = lowest;
-        u64 mass_above = 0;
-        if (!filters.top_k) {
-            each_held(stored, [&](Entry entry) {
-                if (key_of_entry(entry) > last_listed) mass_above += units(value_of(key_of_entry(entry)), scale, work.table);
-            });
-            mass_above = reduce_block(Number{mass_above}).sum;
-        }
-        const int count = list(stored, first_listed, last_listed);
-        if (!filters.top_p && !MASS) break;
-
-        // What top-p keeps of the list: each thread has neighbours
-        const int among = min(count, most), each = (among + THREADS - 1) / THREADS, first = min(among, each * static_cast<int>(threadIdx.x)), end = min(among, first + each);
+    int kept = min(count, most);  // of the list
+    if (filters.top_p || MASS) {
+        // Each thread has neighbours
+        const int each = (kept + THREADS - 1) / THREADS, first = min(kept, each * static_cast<int>(threadIdx.x)), end = min(kept, first + each);
         u64 sum = 0, total;
 #pragma unroll 1
         for (int i = first; i < end; ++i) sum += units(value_of(key_of_entry(sorted[i])), scale, work.table);
         u64 before = scan_block(sum, total) - sum + mass_above;
-        total += mass_above;
-        if (filters.top_k) kept_mass = total;
-        if (!filters.top_p) break;
-        const double of = static_cast<double>(kept_mass) + rest, target = fmax(request.top_p * of, 0.5);
-        const double doubt = whole ? 0.0 : request.top_p * (work.doubt * unit + 0.5 * p.V) + of * 0x1p-44;
-        const bool complete = all || filters.top_k;
-        if (!complete && !(static_cast<double>(mass_above) < target - doubt && static_cast<double>(total) > target + doubt)) continue;
-        if (!whole && !(static_cast<double>(total) > target + doubt)) return leave_open(p, row, filters, scale, false, work.threshold);  // not even all of them reach it
-        u64 needed = 0;
-        [[maybe_unused]] u64 through = 0;
-        bool open = false;
+        if (filters.top_k) {
+            kept_mass = total;
+            aim(0.0);
+        }
+        if (filters.top_p) {
+            u64 needed = 0;
+            [[maybe_unused]] u64 upto = 0;
+            bool open = false;
 #pragma unroll 1
-        for (int i = first; i < end; ++i) {
-            const double over = static_cast<double>(before) - target;
-            open |= before && !whole && fabs(over) <= doubt;
-            before += units(value_of(key_of_entry(sorted[i])), scale, work.table);
-            if (over < 0.0 || (i == 0 && !mass_above)) ++needed, through = before;
-        }
-        if (__syncthreads_or(open)) {
-            if (count > LISTED) return leave_open(p, row, filters, scale, false, work.threshold);
-            const Candidate best = draw_from(last_listed == HIGHEST_KEY ? HIGHEST_KEY : last_listed + 1, stored, 0, stream, spread);
-            return leave_in_doubt(p, row, scale, reduce_block(Best{best}).candidate, count, mass_above, kept_mass);
-        }
-        kept = static_cast<int>(reduce_block(Number{needed}).sum);
+            for (int i = first; i < end; ++i) {
+                const double over = static_cast<double>(before) - target;
+                open |= before && fabs(over) <= doubt && !whole;
+                before += units(value_of(key_of_entry(sorted[i])), scale, work.table);
+                if (over < 0.0 || (i == 0 && !mass_above)) ++needed, upto = before;
+            }
+            if (__syncthreads_or(open)) {
+                if (count > LISTED) return leave_open(p, row, filters, scale, false, work.threshold);
+                const Candidate best = draw_from(last_listed == HIGHEST_KEY ? HIGHEST_KEY : last_listed + 1, stored, 0, stream, spread);
+                return leave_in_doubt(p, row, scale, reduce_block(Best{best}).candidate, count, mass_above, kept_mass);
+            }
+            kept = static_cast<int>(reduce_block(Number{needed}).sum);
 #if MASS
-        __syncthreads();
-        if (kept > first && kept <= end) work.kept = through;
-        __syncthreads();
-        kept_mass = work.kept;
+            __syncthreads();
+            if (kept > first && kept <= end) work.above = upto;
+            __syncthreads();
+            kept_mass = kept ? work.above : mass_above;
 #endif
-        break;
+        }
     }
 
     const int first_above = last_listed == HIGHEST_KEY ? HIGHEST_KEY : last_listed + 1;

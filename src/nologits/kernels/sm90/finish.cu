@@ -10,6 +10,8 @@
 //
 // A wide nucleus takes two sweeps.
 //
+// The logits of a few open rows of a group are kept when they are made; once only such rows are open, sweeps read those.
+//
 // Counts and masses are whole numbers (share.cuh), so nothing depends on the order in which blocks add them.
 //
 // Grid: as many blocks as run at once, for they wait for one another. 64 rows at a time; a sweep is a matmul of all of them.
@@ -42,8 +44,7 @@ __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
 }
 
 // What the sweep needs to know of its rows.
-__device__ __forceinline__ void load_rows(const Params& p, Workspace& work, int row0, u32 parity) {
-    if (threadIdx.x == 0) work.any[parity ^ 1] = 0;  // its readers are past it, or have read 0
+__device__ __forceinline__ void load_rows(const Params& p, Workspace& work, int row0, u32 parity, bool first) {
     if (threadIdx.x < ROWS) {
         const int row = row0 + threadIdx.x;
         OpenRow open = {};
@@ -60,10 +61,17 @@ __device__ __forceinline__ void load_rows(const Params& p, Workspace& work, int 
             work.stream[threadIdx.x] = row_stream(p, row);
             work.spread[threadIdx.x] = row_spread(temperature);
         }
-        const u32 some = __ballot_sync(ALL, open.mode != SETTLED);
-        if ((threadIdx.x & 31) == 0 && some) atomicOr(&work.any[parity], 1);
     }
     named_barrier<CONSUMER_THREADS>(1);
+    if (threadIdx.x == 0) {
+        Todo todo = NOTHING;
+        int used = 0;
+        for (int r = 0; r < ROWS; ++r) {
+            if (first) work.slot[r] = work.open[r].mode != SETTLED && used < p.made_rows ? used++ : -1;
+            if (work.open[r].mode != SETTLED && todo != MULTIPLY) todo = first || work.slot[r] < 0 ? MULTIPLY : READ;
+        }
+        work.todo[parity] = todo;
+    }
     for (int i = threadIdx.x; i < ROWS * PARTS; i += CONSUMER_THREADS)
         if (work.open[i / PARTS].mode != SETTLED) work.table[i / PARTS][i % PARTS] = table_entry(i % PARTS, work.scale[i / PARTS]);
 }
@@ -76,10 +84,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
     Workspace& work = *reinterpret_cast<Workspace*>(memory + STAGES * STAGE_BYTES);
     __shared__ u64 barriers[2 * STAGES + 2];
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
-    if (threadIdx.x == 0) {
-        begin_pipeline(full, empty, turn);
-        work.any[0] = work.any[1] = 0;
-    }
+    if (threadIdx.x == 0) begin_pipeline(full, empty, turn);
     __syncthreads();
 
     Ring ring;
@@ -90,10 +95,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
         for (int row0 = 0; row0 < p.B; row0 += ROWS) {
             while (true) {
                 named_barrier<BLOCK_THREADS>(2);
-                const bool any = work.any[parity];
+                const u32 todo = work.todo[parity];
                 parity ^= 1;
-                if (!any) break;
-                if (threadIdx.x == CONSUMER_THREADS) produce(&weight, &hidden, p, row0, stages, full, empty, ring);
+                if (todo == NOTHING) break;
+                if (todo == MULTIPLY && threadIdx.x == CONSUMER_THREADS) produce(&weight, &hidden, p, row0, stages, full, empty, ring);
                 __syncwarp();
             }
         }
@@ -102,13 +107,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
         const int warp = threadIdx.x >> 5;
         u32 turn_parity = 0, arrived = 0;
         for (int row0 = 0; row0 < p.B; row0 += ROWS) {
-            while (true) {
-                load_rows(p, work, row0, parity);
+            for (bool first = true;; first = false) {
+                load_rows(p, work, row0, parity, first);
                 named_barrier<BLOCK_THREADS>(2);
-                const bool any = work.any[parity];
+                const Todo todo = static_cast<Todo>(work.todo[parity]);
                 parity ^= 1;
-                if (!any) break;
-                sweep(p, work, row0, stages, full, empty, turn, ring, turn_parity);
+                if (todo == NOTHING) break;
+                sweep(p, work, row0, stages, full, empty, turn, ring, turn_parity, todo);
                 grid_barrier(&p.progress[1], arrived);
                 // Every other warp, for a list takes the tiles of two
                 for (int r = blockIdx.y + warp / 2 * gridDim.y; warp % 2 == 0 && r < ROWS; r += 4 * gridDim.y) {

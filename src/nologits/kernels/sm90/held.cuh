@@ -11,17 +11,15 @@ struct Workspace {
     float threshold;  // of all blocks; the highest
     bool agreed;      // it was the same for all
     int cut;          // first key that min-p keeps
-    u64 kept;         // mass
+    u64 above;        // mass that is kept beyond doubt; then all that is
     u32 listed;
-    u32 bins[THREADS];
+    u32 bins[THREADS], upper[THREADS];  // counts; or masses, their lower 20 bits and the others apart, for adding 64 bits takes turns
     Entry tops[MOST_TOP];          // the row's likeliest tokens
     float total, raw_total;        // masses of all tokens relative to the peak's, as logarithms: sampled without filters, raw
 };
 __shared__ Workspace work;
 extern __shared__ __align__(16) Entry held[];  // the row's candidates, CAPACITY; and as many for those of them that are put in order
 #define sorted (held + CAPACITY)
-
-constexpr float SLACK = 0.03f;  // of the mass that is sought, for at first it is estimated
 
 struct Number {
     u64 sum;
@@ -91,6 +89,18 @@ struct KeyBins {
     // Of the last of so many bins from the top.
     __device__ __forceinline__ int first_of_upper(int count) const { return first_of(THREADS - count); }
 };
+
+__device__ __forceinline__ void add_mass(int bin, u64 mass) {
+    atomicAdd(&work.bins[bin], static_cast<u32>(mass) & 0xFFFFF);
+    atomicAdd(&work.upper[bin], static_cast<u32>(mass >> 20));
+}
+
+// A bin's. As many copies of the peak as there is room for overflow, by one.
+__device__ __forceinline__ u64 mass_of(int bin, bool has_peak) {
+    const u64 mass = work.bins[bin] + (static_cast<u64>(work.upper[bin]) << 20);
+    static_assert(CAPACITY == 1 << 12, "so that at most one bit is lost");
+    return has_peak && mass >> MASS_BITS == 0 ? 1ull << (MASS_BITS + 12) : mass;
+}
 
 // The best of a thread's part of the held entries with keys from `first` on, and of as many sorted ones as are kept.
 __device__ __noinline__ Candidate draw_from(int first, int held_count, int kept, const Stream& stream, float spread) {

@@ -41,34 +41,30 @@ __device__ __forceinline__ void write_invalid(const Params& p, int row) {
 // Highest threshold of all blocks, and the mass below it; by one warp.
 __device__ __forceinline__ void join_slots(const Params& p, int row, float temperature) {
     float lowest = infinity(), highest = -infinity();
-    double sum = 0.0, by_octave = 0.0;
+    double sum = 0.0;
     for (int slot = threadIdx.x & 31; slot < p.slots; slot += 32) {
         const float threshold = p.slot_thresholds[static_cast<i64>(row) * p.slots + slot];
         lowest = fminf(lowest, threshold);
         highest = fmaxf(highest, threshold);
-        if (p.rests) {
-            const double2 rest = p.rests[static_cast<i64>(row) * p.slots + slot];
-            sum += rest.x;
-            by_octave += rest.y;
-        }
+        if (p.rests) sum += p.rests[static_cast<i64>(row) * p.slots + slot];
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) {
         lowest = fminf(lowest, __shfl_xor_sync(ALL, lowest, lanes));
         highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, lanes));
         sum += __shfl_xor_sync(ALL, sum, lanes);
-        by_octave += __shfl_xor_sync(ALL, by_octave, lanes);
     }
     if ((threadIdx.x & 31) != 0) return;
-    // Exponents were (x inverse + offset), both factors rounded: by a share of the exponent, and by as much for all
+    // Exponents were (x inverse + offset), both factors rounded: by a share of the exponent, and by as much for all. How many octaves lie
+    // below the threshold, on average, is not known; at most as many as if all tokens had the same share.
     const float inverse = row_inverse(temperature);
-    const double slope_error = inverse * static_cast<double>(temperature) / 1.4426950408889634 - 1.0;
+    const double slope_error = 0.6931471805599453 * (inverse * static_cast<double>(temperature) / 1.4426950408889634 - 1.0);
     const float offset_error = __fmaf_rn(highest, inverse, rest_offset(highest, inverse));
+    const double offset = exp2(-static_cast<double>(offset_error)), octaves = sum * fmaxf(0.0f, 1e-3f + log2_approx(p.V / fmaxf(1e-30f, static_cast<float>(sum))));
     work.threshold = highest;
     work.agreed = lowest == highest;
-    const double offset = exp2(-static_cast<double>(offset_error));
-    work.rest = (sum - 0.6931471805599453 * slope_error * by_octave) * offset;
-    work.doubt = (sum * REST_ERROR - by_octave * REST_ERROR_BY_OCTAVE) * offset;
+    work.rest = (sum + 0.5 * slope_error * octaves) * offset;
+    work.doubt = (sum * REST_ERROR + octaves * (REST_ERROR_BY_OCTAVE + 0.5 * fabs(slope_error))) * offset;
 }
 
 // The block's best, and with it the row's results.

@@ -28,15 +28,9 @@ constexpr int LISTED = 1024, LIST = CAPACITY - LISTED;
 constexpr int MOST_TOP = 128;
 
 constexpr float LOWEST_LOGIT = -3.4028234e38f;  // as a threshold: every logit above -inf is a candidate
-// The mass of what lies below a threshold, in units of the threshold's; and the sum of those masses times the octaves by which they are
-// less, as a negative number.
-struct RowRest {
-    double sum;
-    float by_octave;
-};
 
-// The sum may be off by so much, relative: 2^-22 by the exponential, 3 2^-24 by what of it is added in fp32; and by so much for each
-// octave.
+// The mass of what lies below a threshold, in units of the threshold's, may be off by so much, relative: 2^-22 by the exponential,
+// 3 2^-24 by what of it is added in fp32; and by so much for each octave that its parts lie below the threshold.
 constexpr double REST_ERROR = 4.2e-7, REST_ERROR_BY_OCTAVE = 4.4e-8;
 
 // What exponents of 2 lack: (x - threshold) inverse = x inverse + this.
@@ -84,6 +78,7 @@ struct Params {
     //     rests          [B, slots]        mass below the slot's threshold
     //     slot_thresholds                  which is the above, or lower where a block would not wait
     //     tops           [B, num_top]      the likeliest tokens
+    //     made           [made_rows, V]    logits of a few open rows, V rounded up to tiles
     // and more results: what they are as sampled, and raw
     Entry* entries;
     u32* gathered;
@@ -93,16 +88,17 @@ struct Params {
     OpenRow* open;
     u32* progress;
     u64* open_rows;
-    double2* rests;
+    double* rests;
     float* slot_thresholds;
     Entry* tops;
+    float* made;
     i64* top_ids;
     float* top_logprobs;
     i64* raw_top_ids;
     float* raw_top_logprobs;
     i64 stride_top_k, stride_top_p, stride_min_p, top_k_value;
     double top_p_value, min_p_value;
-    int top_k_wide, top_p_wide, min_p_wide, num_top;
+    int top_k_wide, top_p_wide, min_p_wide, num_top, made_rows;
 };
 
 // The noise stream of a row; unseeded rows (seed -1) take the call's entropy and their slot.

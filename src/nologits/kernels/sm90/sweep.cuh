@@ -7,6 +7,9 @@ constexpr int PITCH = TILE_V + 4;    // of a row of the tile in shared memory; l
 constexpr int WARP_ROWS = 16;
 constexpr int BLOCK_THREADS = CONSUMER_THREADS + 32;  // that tell each other when to go on
 
+// What is to be done for a group of rows: nothing, a sweep that multiplies, one over logits that a sweep before has kept.
+enum Todo { NOTHING, MULTIPLY, READ };
+
 struct Workspace {
     double table[ROWS][PARTS];
     float tile[8][WARP_ROWS][PITCH];
@@ -16,7 +19,8 @@ struct Workspace {
     u64 kept[8][WARP_ROWS];
     Stream stream[ROWS];
     float spread[ROWS];
-    u32 any[2];  // rows of the group are open
+    int slot[ROWS];  // where the row's logits are kept once made; -1: there is no room for them
+    u32 todo[2];     // Todo
 };
 static_assert(sizeof(Workspace) <= 112 << 10, "as much as the launcher gives");
 static_assert(sizeof(float[2][WARP_ROWS][PITCH]) >= 2 * LISTED * sizeof(Entry), "a list fits in the tiles of two warps");
@@ -88,7 +92,41 @@ __device__ __forceinline__ void draw_row(const OpenRow& open, const Scale& scale
 
 // ---- a sweep over the block's tiles
 
-__device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0, u32 stages, u32 full, u32 empty, u32 turn, Ring& ring, u32& turn_parity) {
+__device__ __forceinline__ float* made_of(const Params& p, int slot) { return p.made + static_cast<i64>(slot) * p.tiles * TILE_V; }
+
+// A warp takes its rows' part of a tile, whose logits are logit(row of the warp, slot, place in the tile).
+template <typename Logit>
+__device__ __forceinline__ void take_tile(const Params& p, Workspace& work, int row0, int at, Logit logit) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warp_row = WARP_ROWS * (warp & 3);
+    const int first = (lane & 7) + 16 * (lane >> 3), id = at * TILE_V + first;
+#pragma unroll 1
+    for (int r = 0; r < WARP_ROWS; ++r) {
+        const int row = warp_row + r, slot = work.slot[row];
+        const OpenRow& open = work.open[row];
+        if (open.mode == SETTLED) continue;
+        float logits[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            logits[w] = logit(r, slot, first + word_offset(w));
+            if (slot >= 0) made_of(p, slot)[at * TILE_V + first + word_offset(w)] = logits[w];
+        }
+        if (open.mode != DRAWING) add_bins(open, work.scale[row], work.table[row], words_of(p, row0 + row), logits, id);
+        if (open.mode >= COLLECTING)
+            draw_row(open, work.scale[row], work.table[row], work.stream[row], work.spread[row], logits, id, open.mode == DRAWING ? LOWEST_KEY : open.last,
+                     work.best[warp][r], work.kept[warp][r]);
+    }
+}
+
+__device__ __forceinline__ void leave_winners(const Params& p, Workspace& work, int row0) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warpgroup = warp >> 2, warp_row = WARP_ROWS * (warp & 3);
+    if (lane < WARP_ROWS && work.open[warp_row + lane].mode >= COLLECTING) {
+        Entry* const words = words_of(p, row0 + warp_row + lane);
+        store_winner(words + DRAWN + 2 * (2 * blockIdx.y + warpgroup), work.best[warp][lane]);
+        if (MASS) atomicAdd(&words[KEPT], work.kept[warp][lane]);
+    }
+}
+
+__device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0, u32 stages, u32 full, u32 empty, u32 turn, Ring& ring, u32& turn_parity, Todo todo) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warpgroup = warp >> 2, warp_row = WARP_ROWS * (warp & 3);
     const int steps = (p.D + TILE_D - 1) / TILE_D;
     float(&tile)[WARP_ROWS][PITCH] = work.tile[warp];
@@ -98,6 +136,11 @@ __device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0
     if (lane < WARP_ROWS) work.best[warp][lane] = {NOTHING_ORDER, NO_TOKEN, 0.0f}, work.kept[warp][lane] = 0;
     __syncwarp();
 
+    if (todo == READ) {
+        for (int q = warpgroup; tile_at(q) < p.tiles; q += 2)
+            take_tile(p, work, row0, tile_at(q), [&](int, int slot, int place) { return __ldcg(&made_of(p, slot)[tile_at(q) * TILE_V + place]); });
+        return leave_winners(p, work, row0);
+    }
     Ring end = ring;
     float x[SETS][IDS];
     int q = warpgroup;
@@ -125,20 +168,7 @@ __device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0
                 *reinterpret_cast<float2*>(&tile[(lane >> 2) + 8 * h][offset_at(i) + 2 * (lane & 3)]) =
                     make_float2(x[0][register_at(i, h)], x[0][register_at(i + 1, h)]);
         __syncwarp();
-        const int first = (lane & 7) + 16 * (lane >> 3), id = at * TILE_V + first;
-#pragma unroll 1
-        for (int r = 0; r < WARP_ROWS; ++r) {
-            const int row = warp_row + r;
-            const OpenRow& open = work.open[row];
-            if (open.mode == SETTLED) continue;
-            float logits[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) logits[w] = tile[r][first + word_offset(w)];
-            if (open.mode != DRAWING) add_bins(open, work.scale[row], work.table[row], words_of(p, row0 + row), logits, id);
-            if (open.mode >= COLLECTING)
-                draw_row(open, work.scale[row], work.table[row], work.stream[row], work.spread[row], logits, id, open.mode == DRAWING ? LOWEST_KEY : open.last,
-                         work.best[warp][r], work.kept[warp][r]);
-        }
+        take_tile(p, work, row0, at, [&](int r, int, int place) { return tile[r][place]; });
         __syncwarp();
     }
 
@@ -151,10 +181,5 @@ __device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0
         barrier_wait(turn + 8 * warpgroup, turn_parity);
         turn_parity ^= 1;
     }
-    if (lane < WARP_ROWS && work.open[warp_row + lane].mode >= COLLECTING) {
-        Entry* const words = words_of(p, row0 + warp_row + lane);
-        const Candidate best = work.best[warp][lane];
-        store_winner(words + DRAWN + 2 * (2 * blockIdx.y + warpgroup), best);
-        if (MASS) atomicAdd(&words[KEPT], work.kept[warp][lane]);
-    }
+    leave_winners(p, work, row0);
 }

@@ -89,7 +89,7 @@ struct Row {
 #if FILTER
     float peak;
     bool weighs;
-    RowRest rest;  // if it `weighs`: the mass below the threshold
+    double rest;  // if it `weighs`: the mass below the threshold
 #endif
 };
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ Row make_row(const Params& p, int warp_row, int offse
     return {row, valid, warp_row < p.B, drawn, warp_drawn, gathered, row_stream(p, at), row_spread(temperature), row_inverse(temperature), LOWEST,
             {NOTHING_ORDER, NO_TOKEN, 0.0f},
 #if FILTER
-            -infinity(), valid && filters.mass_of_all(), {0.0, 0.0f}
+            -infinity(), valid && filters.mass_of_all(), 0.0
 #endif
     };
 }

@@ -13,10 +13,13 @@
 
 constexpr int PIECES = 2;              // of the pilot's tile
 constexpr int MOST_PILOT = 9;          // logits of a lane: of up to 144 blocks
-constexpr float WANTED = 1024.0f;      // candidates, for a top-p
-constexpr float ROOM = 2800.0f;        // the most of them, for a min-p that may keep more than there is room for
+constexpr float FEWEST = 1024.0f;      // candidates, for a top-p
+constexpr float ROOM = 3000.0f;        // the most of them, for a top-p or a min-p that may keep more than there is room for
 constexpr float MARGIN_OF_K = 1.3f;    // candidates for each that a top-k keeps, where the pilot is smaller than k
 constexpr u32 PATIENCE = 1 << 18;      // cycles
+constexpr u32 WEIGHT = (1 << 12) - 1;  // bits of what the pilot tells that say a piece's weight, in parts of an octave
+constexpr float OCTAVE = 512.0f;
+static_assert(32 * MOST_PILOT * 3 / 2 <= WARP_CODES, "the pilot fits where noise codes are kept");
 
 // ---- the pilot
 
@@ -32,7 +35,7 @@ __device__ __forceinline__ void be_patient(u32 cycles, Ask ask) {
     }
 }
 
-// Tells the largest logits of a warp's rows.
+// Tells the largest logits of a warp's rows, rounded down; for a top-p alone also what their pieces weigh, in octaves above them.
 __device__ __forceinline__ void tell_pilot(const float (&x)[IDS], const Params& p, const Row (&rows)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -43,8 +46,18 @@ __device__ __forceinline__ void tell_pilot(const float (&x)[IDS], const Params& 
 #pragma unroll
             for (int i = piece * WIDTH; i < (piece + 1) * WIDTH; ++i) peak = fmaxf(peak, x[register_at(i, h)]);
             peak = over_row(peak, [](float a, float b) { return fmaxf(a, b); });
+            u32 weight = 0;
+#if REST
+            if (__any_sync(ALL, rows[h].weighs)) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int i = piece * WIDTH; i < (piece + 1) * WIDTH; ++i) sum += exp2_approx(fminf((x[register_at(i, h)] - peak) * rows[h].inverse, 0.0f));
+                sum = over_row(sum, [](float a, float b) { return a + b; });
+                weight = OCTAVE * log2_approx(fmaxf(sum, 1.0f));
+            }
+#endif
             if ((threadIdx.x & 3) == 0 && rows[h].valid)
-                tell(&p.pilot[static_cast<i64>(rows[h].row) * gridDim.y * PIECES + blockIdx.y * PIECES + piece], peak);
+                store_relaxed(&p.pilot[(static_cast<i64>(rows[h].row) * gridDim.y + blockIdx.y) * PIECES + piece], (turned(score_order(peak)) & ~WEIGHT) | weight);
         }
     }
 }
@@ -55,59 +68,103 @@ __device__ __forceinline__ int rank_for(float wanted, int pilot, int V) {
     return max(1, min(pilot, static_cast<int>(pilot * (1.0f - exp2_approx(-wanted / pieces * LOG2E)))));
 }
 
-// The threshold of a row, by a warp.
-__device__ __forceinline__ float pilot_threshold(const Params& p, int row) {
-    const Request request = request_of(p, row);
-    const Filters filters(request, p.V);
-    const int pilot = gridDim.y * PIECES, lane = threadIdx.x & 31;
-    if (p.V <= CAPACITY || !possible(request.temperature)) return LOWEST;
-    u32 told[MOST_PILOT], lowest = 0xFFFFFFFF, highest = 0;
-    be_patient(PATIENCE, [&] {
-        bool all = true;
-#pragma unroll
-        for (int i = 0; i < MOST_PILOT; ++i) {
-            const int at = lane + 32 * i;
-            told[i] = at < pilot ? load_relaxed(&p.pilot[static_cast<i64>(row) * pilot + at]) : 0;
-            all &= at >= pilot || told[i];
-        }
-        return all;
-    });
-#pragma unroll
-    for (int i = 0; i < MOST_PILOT; ++i)
-        if (lane + 32 * i < pilot) lowest = min(lowest, told[i]), highest = max(highest, told[i]);
-    lowest = __reduce_min_sync(ALL, lowest);
-    highest = __reduce_max_sync(ALL, highest);
+// What the pilot told of a row, for one warp. In shared memory, for the registers hold logits.
+struct Pilot {
+    volatile u32* told;             // a lane's are every 32nd
+    volatile unsigned short* shares;  // of the mass, in units of 2^-12 of the largest logit's
+    u32 lowest, highest, total;
 
-    // The rank-th largest, rounded down: a threshold may lie below it. What nobody has told is no number, and fmaxf passes over it
-    auto ranked = [&](u32 rank) {
-        u32 low = lowest, high = highest;
-        while (high - low > 1 << 12) {
-            const u32 middle = low + (high - low) / 2;
-            u32 count = 0;
+    __device__ __forceinline__ Pilot(u32* memory)
+        : told(memory + (threadIdx.x & 31)), shares(reinterpret_cast<unsigned short*>(memory + 32 * MOST_PILOT) + (threadIdx.x & 31)) {}
+
+    static __device__ __forceinline__ float logit_of(u32 word) { return order_score(turned_back(word & ~WEIGHT)); }
+
+    // Waits for it.
+    __device__ __forceinline__ void read(const Params& p, int row) {
+        const int pilot = gridDim.y * PIECES, lane = threadIdx.x & 31;
+        const u32* const words = p.pilot + static_cast<i64>(row) * pilot + lane;
+        be_patient(PATIENCE, [&] {
+            bool all = true;
+            lowest = 0xFFFFFFFF, highest = 0;
 #pragma unroll
-            for (int i = 0; i < MOST_PILOT; ++i) count += told[i] >= middle;
-            if (__reduce_add_sync(ALL, count) >= rank) low = middle;
+            for (int i = 0; i < MOST_PILOT; ++i) {
+                const bool there = lane + 32 * i < pilot;
+                const u32 word = there ? load_relaxed(&words[32 * i]) : 0;
+                all &= !there || word;
+                if (there) lowest = min(lowest, word), highest = max(highest, word);
+                told[32 * i] = word;
+            }
+            return all;
+        });
+        lowest = __reduce_min_sync(ALL, lowest) & ~WEIGHT;
+        highest = __reduce_max_sync(ALL, highest) | WEIGHT;
+    }
+
+    // What a piece has above a threshold that its largest logit reaches is not known: something between that logit's mass and all of
+    // the piece's.
+    __device__ __forceinline__ void weigh(float inverse) {
+        const float peak = logit_of(highest);
+        total = 0;
+#pragma unroll 3
+        for (int i = 0; i < MOST_PILOT; ++i) {
+            const u32 word = told[32 * i];
+            const float octaves = (logit_of(word) - peak) * inverse + 12.0f, above = static_cast<float>(word & WEIGHT) / OCTAVE;
+            total += word ? __float2uint_rn(exp2_approx(octaves + above)) : 0;
+            shares[32 * i] = word ? __float2uint_rn(fminf(exp2_approx(octaves + 0.5f * above), 65535.0f)) : 0;
+        }
+        total = __reduce_add_sync(ALL, total);
+    }
+
+    // The largest threshold, or one just below it, from which on there are `rank` logits and, if that is less than `most`, the share `of`
+    // of the mass. What nobody has told is no number, and fmaxf passes over it.
+    __device__ __forceinline__ float from(u32 rank, u32 most = 0, float of = 0.0f) const {
+        const u32 wanted = most ? static_cast<u32>(of * total) : 0;
+        u32 low = lowest, high = highest;
+        while (high - low > WEIGHT + 1) {
+            const u32 middle = low + (high - low) / 2;
+            u32 count = 0, sum = 0;
+#pragma unroll
+            for (int i = 0; i < MOST_PILOT; ++i) {
+                const bool above = told[32 * i] >= middle;
+                count += above;
+                if (most) sum += above ? shares[32 * i] : 0;
+            }
+            count = __reduce_add_sync(ALL, count);
+            if (count >= rank && (count >= most || __reduce_add_sync(ALL, sum) >= wanted)) low = middle;
             else high = middle;
         }
-        return fmaxf(LOWEST, order_score(turned_back(low)));
-    };
-    const bool by_mass = filters.top_p && !filters.top_k && !filters.min_p;
-    int rank = filters.top_k && request.top_k <= pilot ? static_cast<int>(request.top_k) : 0;
-    if (filters.top_k && !rank) rank = rank_for(MARGIN_OF_K * request.top_k, pilot, p.V);
-    if (by_mass) rank = rank_for(WANTED, pilot, p.V);
-    if (!filters.any() || rank) rank = max(rank, min(pilot, p.num_top));
-    float threshold = ranked(rank ? rank : rank_for(ROOM, pilot, p.V));
+        return fmaxf(LOWEST, logit_of(low));
+    }
+};
+
+// The threshold of a row, by a warp.
+__device__ __forceinline__ float pilot_threshold(const Params& p, int row, u32* memory) {
+    const Request request = request_of(p, row);
+    const Filters filters(request, p.V);
+    const int size = gridDim.y * PIECES;
+    if (p.V <= CAPACITY || !possible(request.temperature)) return LOWEST;
+    const bool weighing = REST && filters.mass_of_all();
+    Pilot pilot(memory);
+    pilot.read(p, row);
+    if (weighing) pilot.weigh(row_inverse(request.temperature));
+    const int most = rank_for(ROOM, size, p.V);
+    int rank = filters.top_k && request.top_k <= size ? static_cast<int>(request.top_k) : 0;
+    if (filters.top_k && !rank) rank = rank_for(MARGIN_OF_K * request.top_k, size, p.V);
+    if (weighing) rank = rank_for(FEWEST, size, p.V);
+    if (!filters.any() || rank) rank = max(rank, min(size, p.num_top));
+    if (weighing) return pilot.from(rank, most, static_cast<float>(request.top_p));
+    float threshold = pilot.from(rank ? rank : most);
     if (filters.min_p) {  // any below the bound will do
-        const float peak = order_score(turned_back(highest)), reach = request.temperature * logf(static_cast<float>(request.min_p));
+        const float peak = Pilot::logit_of(pilot.highest), reach = request.temperature * logf(static_cast<float>(request.min_p));
         threshold = fmaxf(threshold, peak + reach - (fabsf(peak) + fabsf(reach)) * 1e-6f);
-        if (p.num_top) threshold = fminf(threshold, ranked(max(rank, min(pilot, p.num_top))));
+        if (p.num_top) threshold = fminf(threshold, pilot.from(max(rank, min(size, p.num_top))));
     }
     return threshold;
 }
 
 // Finds every row's threshold. Each block works out those of a few rows, and tells the others. Of warpgroups that take turns the
-// first does so, for both.
-__device__ __forceinline__ void learn_thresholds(const float (&x)[SETS][IDS], const Params& p, const Row (&rows)[SETS][2], float* thresholds, int warp_row) {
+// first does so, for both. `memory` is the warp's, which gather() uses later.
+__device__ __forceinline__ void learn_thresholds(const float (&x)[SETS][IDS], const Params& p, const Row (&rows)[SETS][2], float* thresholds, int warp_row, u32* memory) {
     if (!rows[0][0].warp_valid) return;
     const int lane = threadIdx.x & 31, warpgroup = threadIdx.x >> 7, of_warp = TURNS ? 16 * (threadIdx.x >> 5 & 3) : 16 * (threadIdx.x >> 5);
     const int ready = 10 + (threadIdx.x >> 5 & 3);  // barrier of this warp and its twin with the same rows
@@ -120,7 +177,7 @@ __device__ __forceinline__ void learn_thresholds(const float (&x)[SETS][IDS], co
         for (int i = blockIdx.y; i < 16 * SETS; i += gridDim.y) {
             const int row = warp_row + (i & 15) + 64 * (i >> 4);
             if (row >= p.B) continue;
-            const float threshold = pilot_threshold(p, row);
+            const float threshold = pilot_threshold(p, row, memory);
             if (lane == 0) tell(&p.thresholds[row], threshold);
         }
         const int offset = (lane & 15) + 64 * (lane >> 4), row = warp_row + offset;
@@ -152,8 +209,10 @@ __device__ __forceinline__ void each_candidate(const float4* staged, const float
     }
 }
 
-// Appends the logits of a tile that reach their row's threshold; NaNs as well. `thresholds`: of the thread's first row.
-__device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, Row (&rows)[2], const float* thresholds, u32* codes, int v0) {
+// Appends the logits of a tile that reach their row's threshold; NaNs as well. `thresholds`: of the thread's first row. Calls meanwhile()
+// once, while it waits for memory to say where they go.
+template <typename Meanwhile>
+__device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, Row (&rows)[2], const float* thresholds, u32* codes, int v0, Meanwhile meanwhile) {
     u32 reached = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -169,7 +228,8 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
     reached &= (rows[0].gathered ? 0x55555555u : 0) | (rows[1].gathered ? 0xAAAAAAAAu : 0);
     // Registers cannot be indexed by a number known at run time: the logits go through shared memory.
     float4* const staged = reinterpret_cast<float4*>(codes) + (threadIdx.x & 31);
-    while (__any_sync(ALL, reached)) {
+    bool waited = false;
+    do {
         const u32 wanted = __reduce_or_sync(ALL, reached);
         u32 taken = 0;
         int count = 0;
@@ -193,13 +253,15 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (found[h]) place[h] = atomicAdd(&p.gathered[rows[h].row], found[h]);
+        if (!waited) meanwhile();
+        waited = true;
         each_candidate(staged, thresholds, taken, [&](int slot, int w, float logit) {
             const u32 at = slot & 1 ? place[1]++ : place[0]++;
             const int row = slot & 1 ? rows[1].row : rows[0].row;
             if (at < CAPACITY) p.entries[static_cast<i64>(row) * CAPACITY + at] = make_entry(key_of(logit), v0 + group_offset(slot >> 1) + word_offset(w));
         });
         __syncwarp();
-    }
+    } while (__any_sync(ALL, reached));
 }
 
 // ---- the mass of all that is no candidate
@@ -212,33 +274,28 @@ __device__ __forceinline__ float tree_sum(int first, Term term) {
     else return tree_sum<count / 2>(first, term) + tree_sum<count / 2>(first + count / 2, term);
 }
 
-// Adds a tile's. Exponents are rounded once, by the multiply-add; what the roundings of its factors make of the sum is known (choose.cu).
+// Adds a tile's. What the roundings make of the sum is known (leave.cuh).
 __device__ __forceinline__ void weigh_rest(const float (&x)[IDS], Row (&rows)[2], const float* thresholds) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         if (!__any_sync(ALL, rows[h].weighs)) continue;
         const float threshold = thresholds[8 * h], inverse = rows[h].inverse, scaled = rest_offset(threshold, inverse);
-        float by_octave = 0.0f;
 #pragma unroll
         for (int first = 0; first < IDS / 2; first += ADDED_IN_FP32) {
-            rows[h].rest.sum += tree_sum<ADDED_IN_FP32>(first, [&](int i) {
-                const float logit = x[register_at(i, h)], y = fmaxf(__fmaf_rn(logit, inverse, scaled), -126.0f);
-                const float share = logit < threshold ? exp2_approx(y) : 0.0f;
-                if (logit < threshold) by_octave = __fmaf_rn(share, y, by_octave);
-                return share;
+            rows[h].rest += tree_sum<ADDED_IN_FP32>(first, [&](int i) {
+                const float logit = x[register_at(i, h)];
+                return logit < threshold ? exp2_approx(__fmaf_rn(logit, inverse, scaled)) : 0.0f;
             });
         }
-        rows[h].rest.by_octave += by_octave;
     }
 }
 
-__device__ __forceinline__ void set_rest(Candidate& best, const RowRest& rest) { best = {__double2hiint(rest.sum), static_cast<u32>(__double2loint(rest.sum)), rest.by_octave}; }
-__device__ __forceinline__ RowRest rest_of(const Candidate& best) { return {__hiloint2double(best.order, best.token), best.logit}; }
-__device__ __forceinline__ RowRest operator+(const RowRest& a, const RowRest& b) { return {a.sum + b.sum, a.by_octave + b.by_octave}; }
+__device__ __forceinline__ void set_rest(Candidate& best, double rest) { best.order = __double2hiint(rest), best.token = static_cast<u32>(__double2loint(rest)); }
+__device__ __forceinline__ double rest_of(const Candidate& best) { return __hiloint2double(best.order, best.token); }
 
 // When the block is done: a row's rest in place of its winner, and its largest logit to all.
 __device__ __forceinline__ void finish_candidates(const Params& p, Row& row) {
-    const RowRest rest = {over_row(row.rest.sum, [](double a, double b) { return a + b; }), over_row(row.rest.by_octave, [](float a, float b) { return a + b; })};
+    const double rest = over_row(row.rest, [](double a, double b) { return a + b; });
     const float peak = over_row(row.peak, max_or_nan);
     if (row.valid && !row.drawn) set_rest(row.best, rest);
     if (row.gathered && (threadIdx.x & 3) == 0) atomicMax(&p.peaks[row.row], turned(score_order(peak)));
