@@ -30,10 +30,6 @@ FILTERED_ROWS = 512
 """Rows of one filtered draw from hidden states. Beyond, the matmul's time is its arithmetic, and more rows at once would only
 leave fewer blocks a row to tell where its largest logits begin."""
 
-FUSED_TOP = False
-"""Whether the likeliest tokens come from the draw's own pass. Right under emulation (``tests/test_fused_emulated.py``), but
-this part of the kernels has not run on a GPU yet: until it has, they take another pass."""
-
 
 def sample(
     source: HiddenSource | LogitsSource, rows: RowParams, num_samples: int, processed: bool, raw: bool, num_top: int = 0
@@ -44,8 +40,8 @@ def sample(
     """
     if not obstacle(source, rows, num_samples, raw):
         assert isinstance(source, HiddenSource)
-        fused_top = FUSED_TOP and not (raw and rows.allowed is not None)
-        return _sample_fused(source, rows, processed, raw, num_top if fused_top else 0)
+        # Raw lists have tokens that a mask hides, which are no candidates
+        return _sample_fused(source, rows, processed, raw, 0 if raw and rows.allowed is not None else num_top)
     if rows.filtered and not filter_obstacle(source, num_samples):
         return _sample_filtered(source, rows, processed, raw)
     return fused.sample(source, rows, num_samples, processed, raw)

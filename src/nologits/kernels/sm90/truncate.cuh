@@ -13,13 +13,11 @@
 
 constexpr int PIECES = 2;              // of the pilot's tile
 constexpr int MOST_PILOT = 9;          // logits of a lane: of up to 144 blocks
-constexpr float FEWEST = 1024.0f;      // candidates, for a top-p
-constexpr float ROOM = 3000.0f;        // the most of them, for a top-p or a min-p that may keep more than there is room for
+constexpr float WANTED = 1024.0f;      // candidates, for a top-p
+constexpr float ROOM = 2800.0f;        // the most of them, for a min-p that may keep more than there is room for
 constexpr float MARGIN_OF_K = 1.3f;    // candidates for each that a top-k keeps, where the pilot is smaller than k
 constexpr u32 PATIENCE = 1 << 18;      // cycles
-constexpr u32 WEIGHT = (1 << 12) - 1;  // bits of what the pilot tells that say a piece's weight, in parts of an octave
-constexpr float OCTAVE = 512.0f;
-static_assert(32 * MOST_PILOT * 3 / 2 <= WARP_CODES, "the pilot fits where noise codes are kept");
+static_assert(32 * MOST_PILOT <= WARP_CODES, "the pilot fits where noise codes are kept");
 
 // ---- the pilot
 
@@ -35,7 +33,7 @@ __device__ __forceinline__ void be_patient(u32 cycles, Ask ask) {
     }
 }
 
-// Tells the largest logits of a warp's rows, rounded down; for a top-p alone also what their pieces weigh, in octaves above them.
+// Tells the largest logits of a warp's rows.
 __device__ __forceinline__ void tell_pilot(const float (&x)[IDS], const Params& p, const Row (&rows)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -46,18 +44,8 @@ __device__ __forceinline__ void tell_pilot(const float (&x)[IDS], const Params& 
 #pragma unroll
             for (int i = piece * WIDTH; i < (piece + 1) * WIDTH; ++i) peak = fmaxf(peak, x[register_at(i, h)]);
             peak = over_row(peak, [](float a, float b) { return fmaxf(a, b); });
-            u32 weight = 0;
-#if REST
-            if (__any_sync(ALL, rows[h].weighs)) {
-                float sum = 0.0f;
-#pragma unroll
-                for (int i = piece * WIDTH; i < (piece + 1) * WIDTH; ++i) sum += exp2_approx(fminf((x[register_at(i, h)] - peak) * rows[h].inverse, 0.0f));
-                sum = over_row(sum, [](float a, float b) { return a + b; });
-                weight = OCTAVE * log2_approx(fmaxf(sum, 1.0f));
-            }
-#endif
             if ((threadIdx.x & 3) == 0 && rows[h].valid)
-                store_relaxed(&p.pilot[(static_cast<i64>(rows[h].row) * gridDim.y + blockIdx.y) * PIECES + piece], (turned(score_order(peak)) & ~WEIGHT) | weight);
+                tell(&p.pilot[(static_cast<i64>(rows[h].row) * gridDim.y + blockIdx.y) * PIECES + piece], peak);
         }
     }
 }
@@ -70,25 +58,19 @@ __device__ __forceinline__ int rank_for(float wanted, int pilot, int V) {
 
 // What the pilot told of a row, for one warp. In shared memory, for the registers hold logits.
 struct Pilot {
-    volatile u32* told;             // a lane's are every 32nd
-    volatile unsigned short* shares;  // of the mass, in units of 2^-12 of the largest logit's
-    u32 lowest, highest, total;
-
-    __device__ __forceinline__ Pilot(u32* memory)
-        : told(memory + (threadIdx.x & 31)), shares(reinterpret_cast<unsigned short*>(memory + 32 * MOST_PILOT) + (threadIdx.x & 31)) {}
-
-    static __device__ __forceinline__ float logit_of(u32 word) { return order_score(turned_back(word & ~WEIGHT)); }
+    volatile u32* told;  // a lane's are every 32nd
+    u32 lowest, highest;
 
     // Waits for it.
-    __device__ __forceinline__ void read(const Params& p, int row) {
-        const int pilot = gridDim.y * PIECES, lane = threadIdx.x & 31;
-        const u32* const words = p.pilot + static_cast<i64>(row) * pilot + lane;
+    __device__ __forceinline__ Pilot(const Params& p, int row, u32* memory) : told(memory + (threadIdx.x & 31)) {
+        const int size = gridDim.y * PIECES, lane = threadIdx.x & 31;
+        const u32* const words = p.pilot + static_cast<i64>(row) * size + lane;
         be_patient(PATIENCE, [&] {
             bool all = true;
             lowest = 0xFFFFFFFF, highest = 0;
 #pragma unroll
             for (int i = 0; i < MOST_PILOT; ++i) {
-                const bool there = lane + 32 * i < pilot;
+                const bool there = lane + 32 * i < size;
                 const u32 word = there ? load_relaxed(&words[32 * i]) : 0;
                 all &= !there || word;
                 if (there) lowest = min(lowest, word), highest = max(highest, word);
@@ -96,44 +78,24 @@ struct Pilot {
             }
             return all;
         });
-        lowest = __reduce_min_sync(ALL, lowest) & ~WEIGHT;
-        highest = __reduce_max_sync(ALL, highest) | WEIGHT;
+        lowest = __reduce_min_sync(ALL, lowest);
+        highest = __reduce_max_sync(ALL, highest);
     }
 
-    // What a piece has above a threshold that its largest logit reaches is not known: something between that logit's mass and all of
-    // the piece's.
-    __device__ __forceinline__ void weigh(float inverse) {
-        const float peak = logit_of(highest);
-        total = 0;
-#pragma unroll 3
-        for (int i = 0; i < MOST_PILOT; ++i) {
-            const u32 word = told[32 * i];
-            const float octaves = (logit_of(word) - peak) * inverse + 12.0f, above = static_cast<float>(word & WEIGHT) / OCTAVE;
-            total += word ? __float2uint_rn(exp2_approx(octaves + above)) : 0;
-            shares[32 * i] = word ? __float2uint_rn(fminf(exp2_approx(octaves + 0.5f * above), 65535.0f)) : 0;
-        }
-        total = __reduce_add_sync(ALL, total);
-    }
+    __device__ __forceinline__ float peak() const { return order_score(turned_back(highest)); }
 
-    // The largest threshold, or one just below it, from which on there are `rank` logits and, if that is less than `most`, the share `of`
-    // of the mass. What nobody has told is no number, and fmaxf passes over it.
-    __device__ __forceinline__ float from(u32 rank, u32 most = 0, float of = 0.0f) const {
-        const u32 wanted = most ? static_cast<u32>(of * total) : 0;
+    // The rank-th largest, rounded down: a threshold may lie below it. What nobody has told is no number, and fmaxf passes over it.
+    __device__ __forceinline__ float ranked(u32 rank) const {
         u32 low = lowest, high = highest;
-        while (high - low > WEIGHT + 1) {
+        while (high - low > 1 << 12) {
             const u32 middle = low + (high - low) / 2;
-            u32 count = 0, sum = 0;
+            u32 count = 0;
 #pragma unroll
-            for (int i = 0; i < MOST_PILOT; ++i) {
-                const bool above = told[32 * i] >= middle;
-                count += above;
-                if (most) sum += above ? shares[32 * i] : 0;
-            }
-            count = __reduce_add_sync(ALL, count);
-            if (count >= rank && (count >= most || __reduce_add_sync(ALL, sum) >= wanted)) low = middle;
+            for (int i = 0; i < MOST_PILOT; ++i) count += told[32 * i] >= middle;
+            if (__reduce_add_sync(ALL, count) >= rank) low = middle;
             else high = middle;
         }
-        return fmaxf(LOWEST, logit_of(low));
+        return fmaxf(LOWEST, order_score(turned_back(low)));
     }
 };
 
@@ -143,21 +105,16 @@ __device__ __forceinline__ float pilot_threshold(const Params& p, int row, u32* 
     const Filters filters(request, p.V);
     const int size = gridDim.y * PIECES;
     if (p.V <= CAPACITY || !possible(request.temperature)) return LOWEST;
-    const bool weighing = REST && filters.mass_of_all();
-    Pilot pilot(memory);
-    pilot.read(p, row);
-    if (weighing) pilot.weigh(row_inverse(request.temperature));
-    const int most = rank_for(ROOM, size, p.V);
+    const Pilot pilot(p, row, memory);
     int rank = filters.top_k && request.top_k <= size ? static_cast<int>(request.top_k) : 0;
     if (filters.top_k && !rank) rank = rank_for(MARGIN_OF_K * request.top_k, size, p.V);
-    if (weighing) rank = rank_for(FEWEST, size, p.V);
+    if (filters.mass_of_all()) rank = rank_for(WANTED, size, p.V);
     if (!filters.any() || rank) rank = max(rank, min(size, p.num_top));
-    if (weighing) return pilot.from(rank, most, static_cast<float>(request.top_p));
-    float threshold = pilot.from(rank ? rank : most);
+    float threshold = pilot.ranked(rank ? rank : rank_for(ROOM, size, p.V));
     if (filters.min_p) {  // any below the bound will do
-        const float peak = Pilot::logit_of(pilot.highest), reach = request.temperature * logf(static_cast<float>(request.min_p));
+        const float peak = pilot.peak(), reach = request.temperature * logf(static_cast<float>(request.min_p));
         threshold = fmaxf(threshold, peak + reach - (fabsf(peak) + fabsf(reach)) * 1e-6f);
-        if (p.num_top) threshold = fminf(threshold, pilot.from(max(rank, min(size, p.num_top))));
+        if (p.num_top) threshold = fminf(threshold, pilot.ranked(max(rank, min(size, p.num_top))));
     }
     return threshold;
 }
