@@ -57,7 +57,7 @@ def sample(
         num_samples: independent draws a row; other than 1 gives results ``[B, S]``.
         logprobs: ``False``, ``"processed"`` (``logprobs`` and ``log_mass``), ``"raw"`` (``raw_logprobs``) or ``True`` (all).
         top_logprobs: how many of a row's most likely tokens come with ``logprobs``, at most 128: ``top`` of the distribution
-            that is sampled, ``raw_top`` of the head's own. They take another pass over the head.
+            that is sampled, ``raw_top`` of the head's own. They take another pass over the head, but not under ``hopper``.
         impl: ``"auto"``, or a name, which runs or raises.
         check: raise if a row is invalid instead of returning token -1; synchronises with the host.
 
