@@ -139,3 +139,19 @@ def test_the_noise_of_any_ids_is_the_noise_of_their_range():
     for sample in (0, 3):
         every = noise.gumbel_noise(seed, position, 0, 5_000, sample)
         assert torch.equal(noise.gumbel_at(seed, position, ids, sample), every.gather(1, ids))
+
+
+@pytest.mark.parametrize("names", MODES, ids="+".join)
+def test_kept_sets_come_from_the_best_tokens(names, monkeypatch):
+    """Sets, sorted, with their log-probabilities, are the reference's; whole rows are made for no others than the uncertain."""
+    logits, request = mixed(60, 5_000), request_of(names, random.Random(f"sets {names}"), 60)
+    certain, _, _ = certified(logits, request)
+    made, whole = [], filtered.select
+    monkeypatch.setattr(filtered, "select", lambda source, *rest: made.append(source.batch) or whole(source, *rest))
+    got = nl.select(logits, **request, impl="torch")
+    assert sum(made) == int((~certain | (request["temperature"] == 0)).sum())
+    want = nl.select(logits, **request, impl="reference")
+    assert torch.equal(got.counts, want.counts)
+    assert torch.equal(got.ids, want.ids)
+    assert torch.equal(got.logits, want.logits)
+    torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)

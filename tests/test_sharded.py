@@ -4,6 +4,7 @@ import datetime
 import re
 import socket
 import traceback
+import unittest.mock
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import nologits as nl
+from nologits import sharded
+from nologits.streaming import RunningMass
+from nologits.testing import chi_squared, count_tokens
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -77,6 +81,73 @@ def check_tokens(rank, world):
                         torch.testing.assert_close(
                             getattr(got, part), getattr(want, part), rtol=1e-5, atol=1e-5, equal_nan=True
                         )
+                for ours, theirs in ((got.top, want.top), (got.raw_top, want.raw_top)):
+                    assert (ours is None) == (theirs is None)
+                    if ours is not None:
+                        assert torch.equal(ours.ids, theirs.ids), (name, transform)
+                        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def check_sets(rank, world):
+    """The kept set of every request, also of rows that candidates do not settle."""
+    hidden, weight, _ = operands()
+    start, stop = CUTS[world][rank : rank + 2]
+    head = nl.LMHead(weight[start:stop], vocab_size=V, group=dist.group.WORLD, vocab_start=start)
+    for name, request in REQUESTS.items():
+        asked = {key: value for key, value in request.items() if key != "position"}
+        for extra in transforms().values():
+            got = head.select(hidden, **asked, **extra)
+            want = nl.LMHead(weight).select(hidden, **asked, **extra, impl="reference")
+            assert torch.equal(got.counts, want.counts), (name, got.counts, want.counts)
+            assert torch.equal(got.ids, want.ids), name
+            assert torch.equal(got.logits, want.logits), name
+            torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def check_group_merge(rank, world):
+    """The group merge is exact in distribution, and is not if log-masses are missing or all shards share one noise."""
+    rows, generator = 30_000, torch.Generator().manual_seed(5)
+    weight = torch.randn(64, 1, generator=generator) * 2
+    weight[1] += 3  # shards of unequal mass
+    cut = [0, 5, 64] if world == 2 else [0, 1, 5, 60, 64]
+    whole = {"vocab_size": 64, "group": dist.group.WORLD, "vocab_start": cut[rank], "validate": False}
+    head = nl.LMHead(weight[cut[rank] : cut[rank + 1]], **whole, merge="group")
+    hidden = torch.ones(rows, 1)
+    shares = (weight[:, 0] / 1.5).softmax(0)
+    params = nl.SamplingParams(temperature=1.5, seed=torch.arange(rows))
+
+    def fits(head):
+        return chi_squared(count_tokens(head.sample(hidden, params).tokens, 64), shares).p_value
+
+    drawn = head.sample(hidden, params, logprobs=True)
+    want = nl.sample(hidden, weight, temperature=1.5, seed=torch.arange(rows), logprobs=True)
+    assert chi_squared(count_tokens(drawn.tokens, 64), shares).p_value > 1e-4
+    assert not torch.equal(drawn.tokens, want.tokens)  # another draw than the pathwise one
+    torch.testing.assert_close(drawn.logprobs, shares.log()[drawn.tokens], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(drawn.raw_logprobs, weight[:, 0].log_softmax(0)[drawn.tokens], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(drawn.log_mass, want.log_mass, rtol=1e-5, atol=1e-5)
+    everyone = [torch.empty_like(drawn.tokens) for _ in range(world)]
+    dist.all_gather(everyone, drawn.tokens)
+    assert all(torch.equal(other, drawn.tokens) for other in everyone)
+    several = head.sample(hidden[:5], nl.SamplingParams(temperature=1.5, seed=torch.arange(5)), num_samples=6)
+    assert several.tokens.shape == (5, 6)
+    assert len(several.tokens.unique(dim=1)[0]) > 1  # and each of them has noise of its own
+
+    # Controls
+    with unittest.mock.patch.object(sharded, "group_noise", return_value=torch.zeros(rows, world)):
+        assert fits(head) < 1e-9
+    with unittest.mock.patch.object(RunningMass, "log_total", return_value=torch.zeros(rows)):
+        assert fits(head) < 1e-9
+
+    # Rows without a token, and greedy ones
+    weight[3] = weight[63] = 40.0  # the largest, in different shards
+    head = nl.LMHead(weight[cut[rank] : cut[rank + 1]], **whole, merge="group")
+    allowed = torch.full((4, 2), -1, dtype=torch.int32)
+    allowed[1] = 0
+    temperature = torch.tensor([0.0, 1.0, float("nan"), 0.0])
+    greedy = head.sample(torch.ones(4, 1), nl.SamplingParams(temperature=temperature, seed=1, allowed_tokens=allowed))
+    assert greedy.tokens.tolist() == [3, -1, -1, 3]
+    raises('merge must be "pathwise" for a head', lambda: head.sample(hidden[:2], nl.SamplingParams(top_k=5, seed=1)))
 
 
 def check_two_logits(rank, world):
@@ -132,7 +203,11 @@ def check_disagreement(rank, world):
     assert head.sample(hidden, params).tokens.shape == (7,)  # and nobody hangs
     raises('impl must be "auto" or "torch"', lambda: head.sample(hidden, params, impl="reference"))
     raises("the same request", lambda: head.sample(hidden, params, logprobs=True, top_logprobs=2 + odd))
-    raises("select must have the whole head", lambda: head.select(hidden, top_k=2))
+    raises("the same request", lambda: head.select(hidden, top_k=2 + odd))
+    other = nl.LMHead(weight[start:stop], **whole, merge="group" if odd else "pathwise")
+    raises("the same merge, got pathwise on rank 0 and group", lambda: other.sample(hidden, params))
+    raises('merge must be "pathwise" or "group", got \'sum\'', lambda: nl.LMHead(weight, **whole, merge="sum"))
+    raises("merge must come with a group", lambda: nl.LMHead(weight, merge="group"))
     raises(
         "vocab_start must be below vocab_size", lambda: nl.LMHead(weight, vocab_size=5, group=dist.group.WORLD, vocab_start=5)
     )
@@ -151,7 +226,7 @@ def check_absent_rank(rank, world):
         raises(name, lambda: head.sample(hidden, nl.SamplingParams(seed=1)))
 
 
-CHECKS = (check_tokens, check_two_logits, check_unseeded, check_disagreement, check_absent_rank)
+CHECKS = (check_tokens, check_sets, check_two_logits, check_group_merge, check_unseeded, check_disagreement, check_absent_rank)
 
 
 def work(rank, world, port, results):

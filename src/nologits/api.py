@@ -120,18 +120,10 @@ def _sample_shard(
     impl: Impl,
     validate: bool,
 ) -> Samples:
-    if impl not in ("auto", "torch"):
-        raise ValueError(f'impl must be "auto" or "torch" for a shard of a head, got {impl!r}')
     from . import sharded  # torch.distributed is not everywhere
 
     rows = make_rows(params, hidden.shape[0], shard.vocab_size, hidden.device)
-    if validate:
-        asked = tuple(
-            (name, list(value.shape) if isinstance(value, Tensor) else value)
-            for name, value in rows._asdict().items()
-            if value is not None
-        )
-        sharded.check_agreement(shard, hidden, (num_samples, processed, raw, top_logprobs, *asked))
+    _check_ranks(shard, hidden, rows, (num_samples, processed, raw, top_logprobs), impl, validate)
     if hidden.shape[0] == 0 or num_samples == 0:
         drawn = _empty(hidden, num_samples, processed, raw)
     else:
@@ -139,6 +131,22 @@ def _sample_shard(
     if not top_logprobs:
         return drawn
     return _with_top(drawn, lambda some: sharded.top_tokens(shard, hidden.detach(), some, top_logprobs), rows, processed, raw)
+
+
+def _check_ranks(shard: Shard, hidden: Tensor, rows: RowParams, asked: tuple[object, ...], impl: Impl, validate: bool) -> None:
+    """Whether a shard can be drawn from so, and, if ``validate``, whether all ranks ask alike."""
+    if impl not in ("auto", "torch"):
+        raise ValueError(f'impl must be "auto" or "torch" for a shard of a head, got {impl!r}')
+    if not validate:
+        return
+    from . import sharded
+
+    request = tuple(
+        (name, list(value.shape) if isinstance(value, Tensor) else value)
+        for name, value in rows._asdict().items()
+        if value is not None
+    )
+    sharded.check_agreement(shard, hidden, (*asked, *request))
 
 
 def sample_logits(
@@ -265,6 +273,8 @@ def select(
         if not isinstance(head, LMHead):
             raise ValueError(f"head must be a nologits.LMHead, got {type(head).__name__}")
         check_hidden(hidden, head.spec)
+        if head.shard is not None:
+            return _select_shard(hidden, head, params, impl)
         name = resolve(impl, hidden.device)
         source: HiddenSource | LogitsSource = ops.make_source(hidden.detach(), head.spec, name)
     else:
@@ -272,8 +282,21 @@ def select(
         name = resolve(impl, logits.device)
         source = LogitsSource(logits.detach())
     rows = make_rows(params, source.batch, source.vocab, source.device, noise=False)
-    width = min(rows.top_k, source.vocab) if isinstance(rows.top_k, int) and rows.top_k > 0 else source.vocab
-    return ops.run_select(source, rows, width, name)
+    return ops.run_select(source, rows, _width(rows, source.vocab), name)
+
+
+def _select_shard(hidden: Tensor, head: LMHead, params: SamplingParams, impl: Impl) -> Candidates:
+    from . import sharded
+
+    assert head.shard is not None
+    rows = make_rows(params, hidden.shape[0], head.shard.vocab_size, hidden.device, noise=False)
+    _check_ranks(head.shard, hidden, rows, ("select",), impl, head.validate)
+    return sharded.select(head.shard, hidden.detach(), rows, _width(rows, head.shard.vocab_size))
+
+
+def _width(rows: RowParams, vocab: int) -> int:
+    """Columns of a kept set: the host does not read how many a row keeps."""
+    return min(rows.top_k, vocab) if isinstance(rows.top_k, int) and rows.top_k > 0 else vocab
 
 
 def _check_params(params: object) -> None:

@@ -1,4 +1,4 @@
-"""Filtered draws from the best few hundred tokens of each row: the default on a CPU. Nothing of size B x V is made.
+"""Filtered draws and kept sets from the best few hundred tokens of each row: the default on a CPU. No logits of size B x V.
 
 One pass over the vocabulary keeps a row's best tokens and its mass. Filters keep prefixes of the order, so what they keep lies
 among those tokens if a certificate says so: top-k asks for no more of them, or min-p drops the last, or they reach the share p
@@ -9,6 +9,7 @@ takes, never its token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from .params import RowParams
 from .selection import MASS_BITS, column, fixed_mass, needs_mass, order_words, token_of, value_of
 from .sources import Source, transform
 from .streaming import RunningMass, vocabulary_chunks
-from .types import Samples
+from .types import Candidates, Samples
 
 WIDTH, MAX_WIDTH = 256, 1024
 """Candidates of a row: at least this many, and as many as the largest top-k asks for, within bounds."""
@@ -125,6 +126,38 @@ def draw_kept(best: Best, counts: Tensor, rows: RowParams, num_samples: int, pro
         best.head[1].logprob(best.head[0].gather(1, place)) if best.head else None,
         best.mass.log_total() if processed else None,
     )
+
+
+def select(source: Source, rows: RowParams, width: int) -> Candidates:
+    """The kept set of each row, sorted; arguments and results as :func:`nologits.filtered.select`. Not for GPUs, as above."""
+    best = collect(source, rows, min(source.vocab, width_for(rows)), needs_mass(rows), False)
+    return settle_sets(best, rows, source.vocab, width, source.rows)
+
+
+def settle_sets(best: Best, rows: RowParams, vocab: int, width: int, whole: Callable[[int, int], Source]) -> Candidates:
+    """The kept sets in ``width`` columns, given each row's best tokens; ``whole(start, stop)`` makes uncertain rows."""
+    batch, device = best.words.shape[0], best.words.device
+    counts, certain = count_kept(best, rows, vocab)
+    invalid = best.mass.invalid(rows)
+    counts = counts.masked_fill(invalid, 0)
+    columns = torch.arange(min(width, best.words.shape[1]), device=device)
+    inside = columns < counts[:, None]
+    kept = value_of(best.words)[:, : len(columns)].masked_fill(~inside, float("-inf"))
+    logprobs = log_softmax_at(kept, columns.expand(batch, -1), rows.temperature32).masked_fill(~inside, float("-inf"))
+    ids = token_of(best.words)[:, : len(columns)].masked_fill(~inside, -1)
+    beyond = (0, width - len(columns))
+    sets = Candidates(
+        torch.nn.functional.pad(ids, beyond, value=-1),
+        torch.nn.functional.pad(kept, beyond, value=float("-inf")),
+        torch.nn.functional.pad(logprobs, beyond, value=float("-inf")),
+        counts,
+    )
+    greedy = torch.as_tensor(rows.temperature32, device=device) == 0  # their first token is certain, their set is not
+    for start, stop in runs(~invalid & (~certain | greedy)):
+        some = filtered.select(whole(start, stop), rows.block(start, stop), width)
+        for target, made in zip(sets, some, strict=True):
+            target[start:stop] = made
+    return sets
 
 
 def width_for(rows: RowParams) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .params import SamplingParams, check_device
 from .selection import MAX_VOCAB
-from .types import Candidates, LogprobsMode, Samples
+from .types import Candidates, LogprobsMode, MergeRule, Samples
 
 if TYPE_CHECKING:
     from .sharded import Shard
@@ -43,8 +43,10 @@ class LMHead:
         vocab_size: ``V``, the number of real tokens; default all rows of ``weight``.
         group: a ``torch.distributed`` process group whose ranks hold a shard of the head each; ``weight`` and ``bias`` are this
             rank's, ``vocab_size`` is that of all and has to be given. Every rank draws with the same arguments, and gets the
-            same results. Runs under ``impl="torch"``, without ``select``.
+            same results. Runs under ``impl="torch"``.
         vocab_start: with ``group``, the id of this shard's first row. Rows at or beyond ``vocab_size`` are padding.
+        merge: with ``group``, how the ranks' draws become one: ``"pathwise"`` (the very token of one process) or ``"group"``
+            (FlashSampling's rule, by log-masses and fresh noise; exact in distribution, without filters).
         validate: with ``group``, compare the ranks' shapes, dtypes and parameters at each draw (one small exchange; the host
             waits for it), so that a rank that differs is an error on all.
 
@@ -61,6 +63,7 @@ class LMHead:
         vocab_size: int | None = None,
         group: Any = None,
         vocab_start: int | None = None,
+        merge: MergeRule = "pathwise",
         validate: bool = True,
     ) -> None:
         self.shard: Shard | None = None
@@ -68,9 +71,13 @@ class LMHead:
         if group is None:
             if vocab_start is not None:
                 raise ValueError(f"vocab_start must come with a group, got {vocab_start} without")
+            if merge != "pathwise":
+                raise ValueError(f"merge must come with a group, got {merge!r} without")
             self.spec = make_spec(weight, bias, scale, softcap, vocab_size)
             return
-        self.shard = _make_shard(weight, bias, scale, softcap, vocab_size, group, vocab_start)
+        if merge not in ("pathwise", "group"):
+            raise ValueError(f'merge must be "pathwise" or "group", got {merge!r}')
+        self.shard = _make_shard(weight, bias, scale, softcap, vocab_size, group, vocab_start)._replace(merge=merge)
         self.spec = self.shard.head
 
     def sample(
@@ -95,8 +102,6 @@ class LMHead:
 
     def select(self, hidden: Tensor, **parameters: Any) -> Candidates:
         """The kept set of each row; see :func:`nologits.select`."""
-        if self.shard is not None:
-            raise ValueError("select must have the whole head, got a shard of one")
         from . import api
 
         return api.select((hidden, self), **parameters)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +14,7 @@ from .params import RowParams, SamplingParams, check_device, make_rows
 from .reference import scores
 from .sources import HiddenSource, transform
 from .streaming import RunningDraw, RunningMass, vocabulary_chunks
-from .types import LogprobsMode, Samples
-
-MergeRule = Literal["pathwise", "group"]
+from .types import LogprobsMode, MergeRule, Samples
 
 
 class OnlineSampler:

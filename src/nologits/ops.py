@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import filtered
+from . import candidates, filtered
 from .head import HeadSpec
 from .params import RowParams
 from .sources import HiddenSource, LogitsSource, Source
@@ -127,6 +127,8 @@ def run_select(source: HiddenSource | LogitsSource, rows: RowParams, width: int,
         from . import hopper
 
         return hopper.select(source, rows, width)
+    if impl == "torch" and source.device.type == "cpu" and rows.filtered and not torch.compiler.is_compiling():
+        return candidates.select(source, rows, width)
     return filtered.select(row_source(source, impl), rows, width)
 
 

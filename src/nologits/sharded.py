@@ -1,13 +1,15 @@
 """A head whose rows lie on several processes: each draws from its own, one exchange makes the draw from all.
 
 Every id has the noise that it has anywhere (``docs/noise.md``), so the best score of all shards is, token for token, the draw
-of one process (pathwise merge). Under filters the shards exchange their best few hundred tokens and their masses, among which
-the kept set is settled as in :mod:`nologits.candidates`; rows that are not certain have their logits gathered. All ranks do the
-same arithmetic on the same numbers, so all return the same.
+of one process (pathwise merge). The group merge needs less of a shard: a token, and its log-mass, by which it wins or loses
+under fresh noise (:mod:`nologits.groups`); that is exact in distribution. Under filters the shards exchange their best few
+hundred tokens and their masses, among which the kept set is settled as in :mod:`nologits.candidates`; rows that are not certain
+have their logits gathered. All ranks do the same arithmetic on the same numbers, so all return the same.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import candidates, filtered, tops
+from .groups import group_noise
 from .head import HeadSpec
-from .params import RowParams
+from .params import RowParams, SamplingParams
 from .selection import NO_WORD, needs_mass, value_of
 from .sources import HiddenSource, LogitsSource
 from .streaming import RunningDraw, RunningMass, draw_kept, vocabulary_chunks
-from .types import Samples, TopTokens
+from .types import Candidates, MergeRule, Samples, TopTokens
 
 
 class Shard(NamedTuple):
@@ -31,26 +34,33 @@ class Shard(NamedTuple):
         group: the processes that hold the others.
         start: id of its first row.
         vocab_size: V of the whole head.
+        merge: how the shards' draws become one.
     """
 
     head: HeadSpec
     group: Any
     start: int
     vocab_size: int
+    merge: MergeRule = "pathwise"
 
 
 def sample(shard: Shard, hidden: Tensor, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
     """Draws ``[B, S]`` tokens, the same on every rank; arguments and results as :func:`nologits.reference.sample`.
 
     ``rows`` is the request for the whole vocabulary. Unseeded rows take rank 0's entropy.
+
+    Raises:
+        ValueError: filters under the group merge.
     """
+    if rows.filtered and shard.merge == "group":
+        raise ValueError('merge must be "pathwise" for a head drawn from with top_k, top_p or min_p, got "group"')
     if rows.entropy is not None:
         entropy = rows.entropy.clone()
         _run(shard.group, lambda: dist.broadcast(entropy, group=shard.group, group_src=0))
         rows = rows._replace(entropy=entropy)
     rows = rows.with_keys(len(hidden), hidden.device)
     source = HiddenSource(hidden, shard.head)
-    draw = _filtered if rows.filtered else _plain
+    draw = _filtered if rows.filtered else _unfiltered
     return draw(shard, source, rows, num_samples, processed, raw)
 
 
@@ -61,10 +71,15 @@ def check_agreement(shard: Shard, hidden: Tensor, request: tuple[object, ...]) -
         ValueError: on every rank, naming what differs and where; or that the shards do not make up the vocabulary.
     """
     mine = {"rank": dist.get_rank(shard.group), "rows": len(hidden), "D": hidden.shape[1], "dtype": str(hidden.dtype)}
-    mine |= {"vocab_size": shard.vocab_size, "request": request, "ids": (shard.start, shard.start + shard.head.vocab_size)}
+    mine |= {
+        "vocab_size": shard.vocab_size,
+        "merge": shard.merge,
+        "request": request,
+        "ids": (shard.start, shard.start + shard.head.vocab_size),
+    }
     told: list[Any] = [None] * dist.get_world_size(shard.group)
     _run(shard.group, lambda: dist.all_gather_object(told, mine, group=shard.group))
-    for name in ("rows", "D", "dtype", "vocab_size", "request"):
+    for name in ("rows", "D", "dtype", "vocab_size", "merge", "request"):
         for other in told[1:]:
             if other[name] != told[0][name]:
                 got = f"{told[0][name]} on rank 0 and {other[name]} on rank {other['rank']}"
@@ -80,30 +95,37 @@ def check_agreement(shard: Shard, hidden: Tensor, request: tuple[object, ...]) -
         raise ValueError(f"the shards must make up the ids 0 to {shard.vocab_size - 1}, got ids up to {reached - 1}")
 
 
-def _plain(shard: Shard, source: HiddenSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
-    batch, device = source.batch, source.device
-    mine = RunningDraw(batch, device, rows, num_samples, processed, raw)
+def _unfiltered(shard: Shard, source: HiddenSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
+    batch, device, grouped = source.batch, source.device, shard.merge == "group"
+    mine = RunningDraw(batch, device, rows, num_samples, processed or grouped, raw)
     for start, stop in vocabulary_chunks(source):
         mine.update(source.chunk(start, stop), shard.start + start)
-    # fp64 holds an fp32 number and an id exactly
-    winners = (mine.best.double(), mine.tokens.double(), mine.picked.double(), mine.picked_raw.double())
-    packed = torch.cat((*winners, _packed(mine.mass), _packed(mine.raw_mass)), dim=1)
-    for index, other in enumerate(_gather(shard.group, packed)):
-        best, tokens, picked, picked_raw, mass, raw_mass = other.split([num_samples] * 4 + [2, 2], dim=1)
-        if index == 0:
-            mine.best, mine.tokens = best.float(), tokens.long()
-            mine.picked, mine.picked_raw = picked.float(), picked_raw.float()
-            _unpack(mine.mass, mass)
-            _unpack(mine.raw_mass, raw_mass)
-            continue
-        better = (best > mine.best) | ((best == mine.best) & (tokens < mine.tokens))
-        mine.best = torch.where(better, best.float(), mine.best)
-        mine.tokens = torch.where(better, tokens.long(), mine.tokens)
-        mine.picked = torch.where(better, picked.float(), mine.picked)
-        mine.picked_raw = torch.where(better, picked_raw.float(), mine.picked_raw)
-        _join(mine.mass, mass)
-        _join(mine.raw_mass, raw_mass)
-    return mine.result()
+    sent = {"tokens": mine.tokens, "mass": _packed(mine.mass)}
+    sent |= {} if grouped else {"best": mine.best}
+    sent |= {"picked": mine.picked} if processed else {}
+    sent |= {"picked_raw": mine.picked_raw, "raw_mass": _packed(mine.raw_mass)} if raw else {}
+    told = _gather_together(shard.group, sent)
+
+    if grouped:
+        log_mass = torch.stack([_with(mine.mass, part).log_total() for part in told["mass"]])
+        params = SamplingParams(rows.temperature, seed=rows.seed, position=rows.position)
+        noise = group_noise(params, batch, device, 0, num_samples * len(log_mass)).view(batch, num_samples, -1)
+        score = log_mass[:, :, None] + noise.permute(2, 0, 1)
+    else:
+        score = told["best"]
+    tokens = told["tokens"].long()
+    winner = torch.where(score == score.amax(0), tokens, shard.vocab_size).argmin(0, keepdim=True)  # of equals the smaller id
+
+    def of_winner(name: str) -> Tensor:
+        return told[name].gather(0, winner)[0].float()
+
+    mass = _total(mine.mass, told["mass"])
+    return Samples(
+        tokens.gather(0, winner)[0],
+        mass.logprob(of_winner("picked")) if processed else None,
+        _total(mine.raw_mass, told["raw_mass"]).logprob(of_winner("picked_raw")) if raw else None,
+        mass.log_total() if processed else None,
+    ).invalidate(mass.invalid(rows))
 
 
 def _filtered(shard: Shard, source: HiddenSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
@@ -132,6 +154,15 @@ def top_tokens(shard: Shard, hidden: Tensor, rows: RowParams, count: int) -> Top
     )
 
 
+def select(shard: Shard, hidden: Tensor, rows: RowParams, width: int) -> Candidates:
+    """The kept set of each row, the same on every rank; as :func:`nologits.filtered.select`."""
+    source = HiddenSource(hidden, shard.head)
+    best = _collect(shard, source, rows, candidates.width_for(rows), needs_mass(rows), False)
+    return candidates.settle_sets(
+        best, rows, shard.vocab_size, width, lambda start, stop: LogitsSource(_gather_logits(shard, source.rows(start, stop)))
+    )
+
+
 def _collect(shard: Shard, source: HiddenSource, rows: RowParams, width: int, masses: bool, raw: bool) -> candidates.Best:
     """The best tokens and the masses of all shards."""
     width = min(shard.vocab_size, width)
@@ -140,11 +171,10 @@ def _collect(shard: Shard, source: HiddenSource, rows: RowParams, width: int, ma
     words = torch.cat(_gather(shard.group, torch.nn.functional.pad(best.words, missing, value=NO_WORD)), dim=1)
     raw_mass = best.head[1] if best.head else RunningMass(source.batch, source.device, 1.0, False)
     head = torch.cat(_gather(shard.group, torch.nn.functional.pad(best.head[0], missing)), dim=1) if best.head else None
-    for index, other in enumerate(_gather(shard.group, torch.cat((_packed(best.mass), _packed(raw_mass)), dim=1))):
-        for mass, part in zip((best.mass, raw_mass), other.split(2, dim=1), strict=True):
-            (_unpack if index == 0 else _join)(mass, part)
+    told = _gather_together(shard.group, {"mass": _packed(best.mass), "raw_mass": _packed(raw_mass)})
+    mass, raw_mass = _total(best.mass, told["mass"]), _total(raw_mass, told["raw_mass"])
     words, place = words.topk(width, dim=-1)
-    return candidates.Best(words, best.mass, None if head is None else (head.gather(1, place), raw_mass))
+    return candidates.Best(words, mass, None if head is None else (head.gather(1, place), raw_mass))
 
 
 def _gather_logits(shard: Shard, source: HiddenSource) -> Tensor:
@@ -159,17 +189,32 @@ def _gather_logits(shard: Shard, source: HiddenSource) -> Tensor:
 
 
 def _packed(mass: RunningMass) -> Tensor:
+    """fp64 ``[B, 2]``."""
     return torch.stack((mass.peak.double(), mass.total), dim=1)
 
 
-def _unpack(mass: RunningMass, packed: Tensor) -> None:
-    mass.peak, mass.total = packed[:, 0].float(), packed[:, 1].clone()
+def _with(like: RunningMass, packed: Tensor) -> RunningMass:
+    """What another rank packed, of the same request."""
+    mass = copy.copy(like)
+    mass.peak, mass.total = packed[:, 0].float(), packed[:, 1]
+    return mass
 
 
-def _join(mass: RunningMass, packed: Tensor) -> None:
-    other = RunningMass.__new__(RunningMass)
-    _unpack(other, packed)
-    mass.join(other)
+def _total(like: RunningMass, packed: Tensor) -> RunningMass:
+    """The mass of all ranks, ``[ranks, B, 2]``, added in their order."""
+    total = _with(like, packed[0])
+    for part in packed[1:]:
+        total.join(_with(like, part))
+    return total
+
+
+def _gather_together(group: Any, sent: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What every rank has, ``[ranks, B, width]`` for each ``[B, width]``, in one exchange.
+
+    In fp64, which holds fp32 numbers and ids exactly.
+    """
+    everyone = torch.stack(_gather(group, torch.cat([part.double() for part in sent.values()], dim=1)))
+    return dict(zip(sent, everyone.split([part.shape[1] for part in sent.values()], dim=2), strict=True))
 
 
 def _gather(group: Any, mine: Tensor) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 Impl = Literal["auto", "reference", "torch", "triton", "hopper"]
 LogprobsMode = Literal[False, "processed", "raw", True]
+MergeRule = Literal["pathwise", "group"]
 
 IMPLS: tuple[str, ...] = ("auto", "reference", "torch", "triton", "hopper")
 
