@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -504,6 +507,12 @@ def test_fallback_is_stock_and_says_why(case: str, caplog: pytest.LogCaptureFixt
     records = [record for record in caplog.records if record.name == "nologits"]
     assert len(records) == 1
     assert report.reason in records[0].getMessage()
+    assert ("seed is not used" in records[0].getMessage()) == ("seed" in own)
+
+
+def test_a_seed_that_a_fallback_ignores_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    ours(tiny("Llama"), PROMPT, do_sample=True, repetition_penalty=1.3, seed=5)
+    assert "The seed is not used." in caplog.text
 
 
 def test_assisted_generation_falls_back_with_its_assistant() -> None:
@@ -651,6 +660,26 @@ def test_smollm2_greedy_and_stop_strings(smollm2: Any) -> None:
     assert used(model)
     assert stopped.shape[1] < expected.shape[1]
     assert torch.equal(stopped, model.generate(**inputs, **settings, stop_strings=["Paris"], tokenizer=tokenizer))
+
+
+def test_the_page_in_docs_is_true(smollm2: Any) -> None:
+    """Its code runs as written: the draw, the report, and one of its tokens drawn again."""
+    model, tokenizer = smollm2
+    page = (Path(__file__).parents[1] / "docs" / "transformers.md").read_text()
+    tokenizer.padding_side = "left"
+    prompt = tokenizer(["The capital of France is", "Three primes are"], return_tensors="pt", padding=True)
+    names: dict[str, Any] = {"model": model, "prompt": prompt}
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
+    report = next(line for line in blocks[1].splitlines() if "# Report" in line).split("# ")[1]
+    assert str(integration.last_report(model)) == report
+    assert names["out"].logprobs.shape == (2, 12)
+    # A control: another position is another draw
+    drawn = names["head"].sample(names["hidden"], names["params"]).tokens
+    tokens = [names["head"].sample(names["hidden"], dataclasses.replace(names["params"], position=p)).tokens for p in range(20)]
+    assert any(not torch.equal(other, drawn) for other in tokens)
 
 
 def test_smollm2_text_streams(smollm2: Any) -> None:

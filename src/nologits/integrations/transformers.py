@@ -154,7 +154,9 @@ def generate(
     else:
         reason = ""
     if capture is None or reason:
-        extra = " No log-probabilities come with it." if logprobs else ""
+        extra = (" The seed is not used." if seed is not None else "") + (
+            " No log-probabilities come with it." if logprobs else ""
+        )
         _logger.warning("generate runs transformers' own loop, which makes logits: %s.%s", reason, extra)
         embeddings = model.get_output_embeddings()
         vocab = embeddings.weight.shape[0] if isinstance(embeddings, nn.Linear) else 0
