@@ -21,6 +21,8 @@ transformers = pytest.importorskip("transformers")
 
 import nologits  # noqa: E402
 from nologits.integrations import transformers as integration  # noqa: E402
+from nologits.integrations.transformers.processors import make_plan  # noqa: E402
+from nologits.integrations.transformers.request import row_seeds  # noqa: E402
 
 V = 211  # odd: neither a multiple of 32 (bitmasks) nor of a noise block
 PAD, EOS = 0, 3
@@ -296,10 +298,10 @@ def test_num_return_sequences() -> None:
 
 
 def test_seeds_at_the_edges() -> None:
-    seeds = integration._row_seeds(2**64 - 3, 4, 4)
+    seeds = row_seeds(2**64 - 3, 4, 4)
     assert seeds is not None
     assert seeds.tolist() == [-3, -2, 0, 1]  # -1 would be no seed at all
-    assert integration._row_seeds(torch.tensor([-1, 4]), 4, 2).tolist() == [-1, -1, 4, 5]  # type: ignore[union-attr]
+    assert row_seeds(torch.tensor([-1, 4]), 4, 2).tolist() == [-1, -1, 4, 5]  # type: ignore[union-attr]
 
 
 def test_unseeded_draws_follow_torch() -> None:
@@ -427,7 +429,7 @@ def test_masks_at_every_length() -> None:
     ]
     for listed in ([processor] for processor in processors), (processors, processors[::-1]):
         for some in listed:
-            plan = integration._plan(transformers.LogitsProcessorList(some), V, torch.device("cpu"))
+            plan = make_plan(transformers.LogitsProcessorList(some), V, torch.device("cpu"))
             for length in range(4, 13):
                 ids = torch.zeros(1, length, dtype=torch.int64)
                 scores = torch.zeros(1, V)
