@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from ..testing.families import FAMILIES
 from . import filters as filter_suite
 from . import head as head_suite
 from . import qrita as qrita_suite
+from . import tp as tp_suite
 from .cases import ALIASES, ALL_BATCHES, CASES, DEFAULT_BATCHES, DEFAULT_CASES
 from .filter_cases import ALL_FILTER_BATCHES, DEFAULT_FILTER_BATCHES
 from .filter_providers import FILTER_PROVIDERS, FLOOR
@@ -54,6 +56,9 @@ def measure(
     batch: Annotated[list[str] | None, _listed("Batch sizes", DEFAULT_BATCHES)] = None,
     mode: Annotated[list[str] | None, _listed(", ".join(MODES), ("plain",))] = None,
     provider: Providers = None,
+    tp: Annotated[
+        int, typer.Option("--tp", metavar="N", help="Time a head in N shards, on N GPUs (on N processes without them).", min=1)
+    ] = 1,
     repeats: Repeats = 40,
     output: Output = None,
     csv: Csv = None,
@@ -67,14 +72,19 @@ def measure(
     if context.invoked_subcommand is not None:
         return
     cases = [ALIASES.get(name, name) for name in _chosen("case", case, DEFAULT_CASES, [c.name for c in CASES], ALIASES)]
+    sharded = tp > 1
+    known = tuple(tp_suite.PROVIDERS if sharded else PROVIDERS)
     plan = Plan(
         list(dict.fromkeys(cases)),
-        _batches(batch, ALL_BATCHES, DEFAULT_BATCHES),
-        _chosen("mode", mode, ("plain",), tuple(MODES)),
-        _chosen("provider", provider, tuple(PROVIDERS), tuple(PROVIDERS)),
+        _batches(batch, ALL_BATCHES, tp_suite.TP_BATCHES if sharded else DEFAULT_BATCHES),
+        _chosen("mode", mode, tp_suite.TP_MODES if sharded else ("plain",), tuple(MODES)),
+        _chosen("provider", provider, known, known),
         repeats,
     )
-    _measure(head_suite.SUITE, plan, output, csv, plots)
+    if sharded:
+        _measure(partial(tp_suite.run, plan, tp), plan, output, csv, plots)
+    else:
+        _measure_suite(head_suite.SUITE, plan, output, csv, plots)
 
 
 @bench.command()
@@ -94,7 +104,7 @@ def filters(
     """
     providers = _chosen("provider", provider, _EVERY, tuple(FILTER_PROVIDERS))
     plan = _filter_plan(family, batch, mode, providers, repeats, _EVERY, DEFAULT_FILTER_BATCHES)
-    _measure(filter_suite.SUITE, plan, output, csv, plots)
+    _measure_suite(filter_suite.SUITE, plan, output, csv, plots)
 
 
 @bench.command()
@@ -116,7 +126,7 @@ def qrita(
     """
     providers = list(QRITA_PROVIDERS) if ablate else [FLOOR, SHIPPED]
     plan = _filter_plan(family, batch, mode, providers, repeats, DEFAULT_QRITA_FAMILIES, DEFAULT_QRITA_BATCHES)
-    _measure(qrita_suite.SUITE, plan, output, csv, plots)
+    _measure_suite(qrita_suite.SUITE, plan, output, csv, plots)
 
 
 @bench.command()
@@ -162,16 +172,24 @@ def _filter_plan(
     )
 
 
-def _measure(suite: Suite, plan: Plan, output: Path | None, csv: Path | None, plots: Path | None) -> None:
-    """Runs a suite and writes what it measured, all of it or what there was when it failed."""
-    if plots is not None:
-        _require_matplotlib()
+Runner = Callable[[Record, Callable[[str], None], Callable[[str], None]], None]
+"""Fills a record; gets a line for everything skipped or noted, and is told of each cell before it is measured."""
+
+
+def _measure_suite(suite: Suite, plan: Plan, output: Path | None, csv: Path | None, plots: Path | None) -> None:
     if not torch.cuda.is_available():
         raise UserError("bench must run on a machine with a CUDA GPU, got none")
+    _measure(partial(run, suite, plan), plan, output, csv, plots)
+
+
+def _measure(runner: Runner, plan: Plan, output: Path | None, csv: Path | None, plots: Path | None) -> None:
+    """Measures and writes what was measured, all of it or what there was when it failed."""
+    if plots is not None:
+        _require_matplotlib()
     console = _wide(notes())
     record: Record = {}
     try:
-        _run(suite, plan, record, console)
+        _run(runner, plan, record, console)
     except BaseException as error:  # an interrupt too: the rows have cost minutes of a GPU
         record["error"] = brief(error)
         raise
@@ -193,7 +211,7 @@ def _write(record: Record, console: Console, output: Path | None, csv: Path | No
         _plot(record, plots, None, None)
 
 
-def _run(suite: Suite, plan: Plan, record: Record, console: Console) -> None:
+def _run(runner: Runner, plan: Plan, record: Record, console: Console) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("ceilings", total=plan.cells)
@@ -206,7 +224,7 @@ def _run(suite: Suite, plan: Plan, record: Record, console: Console) -> None:
             if not console.is_terminal:  # the bar is drawn on terminals only
                 console.print(cell)
 
-        run(suite, plan, record, lambda line: console.print(f"  {line}"), begin)
+        runner(record, lambda line: console.print(f"  {line}"), begin)
 
 
 def _plot(record: dict[str, Any], folder: Path, read_gbps: float | None, matmul_tflops: float | None) -> list[Path]:

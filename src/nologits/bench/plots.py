@@ -43,8 +43,16 @@ FILTER_STYLES = {
     "vllm-qrita": ("#CC79A7", "*"),
     "flashinfer": ("#882255", "P"),
 }
-STYLES = HEAD_STYLES | FILTER_STYLES
-FLOORS = {"matmul": "ratio_to_matmul", "amax": "ratio_to_amax"}
+TP_STYLES = {
+    "nologits": ("#D55E00", "o"),
+    "matmul-shard": ("#000000", "x"),
+    "exchange": ("#999999", "+"),
+    "gather-nologits": ("#332288", "p"),
+    "gather-multinomial": ("#56B4E9", "v"),
+    "gather-flashinfer": ("#661100", ">"),
+}
+STYLES = HEAD_STYLES | FILTER_STYLES | TP_STYLES
+FLOORS = {"matmul": "ratio_to_matmul", "amax": "ratio_to_amax", "matmul-shard": "ratio_to_matmul"}
 """The providers that sample nothing, and where a row has its ratio to them."""
 
 _UNKNOWN = ("#888888", ".")
@@ -103,17 +111,20 @@ def lines(rows: list[Row]) -> dict[str, Line]:
 
 def _figure(record: dict[str, Any], rows: list[Row], read: float | None, peak: float | None) -> Figure:
     first = rows[0]
-    has_head = first["D"] > 0
-    figure = Figure(figsize=(16 if has_head else 11, 6), layout="constrained")
-    axes = figure.subplots(1, 3 if has_head else 2)
-    _plot_time(axes[0], rows, read, peak)
-    _plot_ratio(axes[1], rows, "matmul" if has_head else "amax")
-    if has_head:
+    has_head, ranks = first["D"] > 0, record.get("ranks")
+    roofline = has_head and not ranks  # a rank reads a part of the head
+    figure = Figure(figsize=(16 if roofline else 11, 6), layout="constrained")
+    axes = figure.subplots(1, 3 if roofline else 2)
+    _plot_time(axes[0], rows, *((None, None) if ranks else (read, peak)))
+    _plot_ratio(axes[1], rows, "matmul-shard" if ranks else "matmul" if has_head else "amax")
+    if roofline:
         _plot_roofline(axes[2], rows, read, peak)
     what = _MODES.get(first["mode"], first["mode"])
-    about = f"From hidden states to a token ({what}), LM head of {subject(first)}, bf16"
+    shards = f" in {ranks} shards" if ranks else ""
+    about = f"From hidden states to a token ({what}), LM head of {subject(first)}{shards}, bf16"
     figure.suptitle(
-        f"{about if has_head else f'Filters ({what}) on {subject(first)}'}\n{title(record)}; cold L2, median, band p20-p80",
+        f"{about if has_head else f'Filters ({what}) on {subject(first)}'}\n"
+        f"{title(record)}; {'slowest rank' if ranks else 'cold L2'}, median, band p20-p80",
         fontsize=12,
     )
     handles, labels = axes[0].get_legend_handles_labels()
@@ -147,7 +158,7 @@ def _plot_time(axis: Axes, rows: list[Row], read: float | None, peak: float | No
         axis.set_ylim(bottom=0.6 * min(row["p20_us"] for row in rows))
     _batch_axis(axis, batches)
     _ticks(axis, _TIMES, "{:,.0f}")
-    axis.set_ylabel("GPU time, us")
+    axis.set_ylabel("time, us")
     axis.set_title("Time")
 
 
@@ -162,9 +173,13 @@ def _plot_ratio(axis: Axes, rows: list[Row], floor: str) -> None:
     axis.set_yscale("log")
     _ticks(axis, _RATIOS, "{:g}")
     _batch_axis(axis, sorted({row["B"] for row in rows}))
-    what = "the LM-head matmul alone" if floor == "matmul" else "torch.amax"
+    what, short = {
+        "matmul": ("the LM-head matmul alone", "the matmul alone"),
+        "matmul-shard": ("the shard's matmul alone", "the shard's matmul"),
+        "amax": ("torch.amax", "one read"),
+    }[floor]
     axis.set_ylabel(f"time / time of {what}")
-    axis.set_title(f"Ratio to {'the matmul alone' if floor == 'matmul' else 'one read'} (lower is better)")
+    axis.set_title(f"Ratio to {short} (lower is better)")
 
 
 def _plot_roofline(axis: Axes, rows: list[Row], read: float | None, peak: float | None) -> None:

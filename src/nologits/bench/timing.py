@@ -38,7 +38,7 @@ class Ceilings(NamedTuple):
 def measure(providers: dict[str, Callable[[], object]], repeats: int = 40) -> dict[str, Timing]:
     """Times every provider ``repeats`` times, one after the other in turn, each with a cold L2."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    runs = {name: _capture(call) for name, call in providers.items()}
+    runs = {name: capture(call) for name, call in providers.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, (run, _captured) in runs.items():
@@ -93,7 +93,8 @@ def summary(values: list[float], captured: bool) -> Timing:
     return Timing(at[0], at[1], at[2], captured)
 
 
-def _capture(call: Callable[[], object]) -> tuple[Callable[[], object], bool]:
+def capture(call: Callable[[], object]) -> tuple[Callable[[], object], bool]:
+    """The call as a CUDA graph, and whether it could be captured; if not, the call itself."""
     for _ in range(3):  # compile, autotune, settle the allocator
         call()
     torch.cuda.synchronize()
