@@ -458,11 +458,17 @@ class TestPlots:
         ]
 
     def test_every_provider_has_a_colour_and_marker_of_its_own(self):
+        from nologits.bench import e2e, tp
         from nologits.bench.filter_providers import FILTER_PROVIDERS
-        from nologits.bench.plots import _MODES, FILTER_STYLES, HEAD_STYLES
+        from nologits.bench.plots import _MODES, E2E_STYLES, FILTER_STYLES, HEAD_STYLES, TP_STYLES
 
-        assert set(_MODES) == {*modes.MODES, *modes.FILTER_MODES}
-        for styles, known in ((HEAD_STYLES, providers.PROVIDERS), (FILTER_STYLES, FILTER_PROVIDERS)):
+        assert set(_MODES) == {*modes.MODES, *modes.FILTER_MODES, *e2e.E2E_MODES}
+        for styles, known in (
+            (HEAD_STYLES, providers.PROVIDERS),
+            (FILTER_STYLES, FILTER_PROVIDERS),
+            (TP_STYLES, tp.PROVIDERS),
+            (E2E_STYLES, e2e.SAMPLERS),
+        ):
             assert set(styles) == set(known)
             assert (
                 len({colour for colour, _ in styles.values()}) == len({marker for _, marker in styles.values()}) == len(styles)

@@ -16,11 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..cli.console import UserError, notes
 from ..testing.families import FAMILIES
+from . import e2e as e2e_suite
 from . import filters as filter_suite
 from . import head as head_suite
 from . import qrita as qrita_suite
 from . import tp as tp_suite
 from .cases import ALIASES, ALL_BATCHES, CASES, DEFAULT_BATCHES, DEFAULT_CASES
+from .decoder import SHAPES
 from .filter_cases import ALL_FILTER_BATCHES, DEFAULT_FILTER_BATCHES
 from .filter_providers import FILTER_PROVIDERS, FLOOR
 from .modes import FILTER_MODES, MODES
@@ -127,6 +129,34 @@ def qrita(
     providers = list(QRITA_PROVIDERS) if ablate else [FLOOR, SHIPPED]
     plan = _filter_plan(family, batch, mode, providers, repeats, DEFAULT_QRITA_FAMILIES, DEFAULT_QRITA_BATCHES)
     _measure_suite(qrita_suite.SUITE, plan, output, csv, plots)
+
+
+@bench.command()
+def e2e(
+    case: Annotated[list[str] | None, _listed("Models, by the case of their head or by name", _EVERY)] = None,
+    batch: Annotated[list[str] | None, _listed("Batch sizes", e2e_suite.DEFAULT_E2E_BATCHES)] = None,
+    mode: Annotated[list[str] | None, _listed(", ".join(e2e_suite.E2E_MODES), _EVERY)] = None,
+    provider: Providers = None,
+    repeats: Repeats = 40,
+    output: Output = None,
+    csv: Csv = None,
+    plots: Plots = None,
+) -> None:
+    """Time a whole decode step at a real model's shape, with one sampler or another behind it (needs a CUDA GPU).
+
+    Weights are random, which changes no time. Options that name several things take a list with commas, or are repeated.
+    """
+    names = [shape.name for shape in SHAPES]
+    aliases = {name: case for name, case in ALIASES.items() if case in names}
+    chosen = _chosen("case", case, _EVERY, names, aliases)
+    plan = Plan(
+        list(dict.fromkeys(aliases.get(name, name) for name in chosen)),
+        _batches(batch, e2e_suite.DEFAULT_E2E_BATCHES, e2e_suite.DEFAULT_E2E_BATCHES),
+        _chosen("mode", mode, _EVERY, tuple(e2e_suite.E2E_MODES)),
+        _chosen("provider", provider, _EVERY, tuple(e2e_suite.SAMPLERS)),
+        repeats,
+    )
+    _measure_suite(e2e_suite.SUITE, plan, output, csv, plots)
 
 
 @bench.command()

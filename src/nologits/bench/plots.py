@@ -15,7 +15,7 @@ from ..testing.families import FAMILIES
 from .cases import operations, traffic_bytes
 from .filter_cases import logits_bytes
 from .modes import FALLBACKS
-from .report import groups, subject, title
+from .report import groups, stem, subject, title
 from .suite import Row
 
 Line = list[Row]
@@ -51,8 +51,18 @@ TP_STYLES = {
     "gather-multinomial": ("#56B4E9", "v"),
     "gather-flashinfer": ("#661100", ">"),
 }
-STYLES = HEAD_STYLES | FILTER_STYLES | TP_STYLES
-FLOORS = {"matmul": "ratio_to_matmul", "amax": "ratio_to_amax", "matmul-shard": "ratio_to_matmul"}
+E2E_STYLES = {
+    "decoder": ("#000000", "x"),
+    **{name: FILTER_STYLES[name] for name in ("nologits", "vllm-qrita", "flashinfer")},
+    "multinomial-compiled": HEAD_STYLES["multinomial-compiled"],
+}
+STYLES = HEAD_STYLES | FILTER_STYLES | TP_STYLES | E2E_STYLES
+FLOORS = {
+    "matmul": "ratio_to_matmul",
+    "amax": "ratio_to_amax",
+    "matmul-shard": "ratio_to_matmul",
+    "decoder": "ratio_to_decoder",
+}
 """The providers that sample nothing, and where a row has its ratio to them."""
 
 _UNKNOWN = ("#888888", ".")
@@ -71,6 +81,8 @@ _MODES = {
     "minp05": "min-p 0.05",
     "p95": "top-p 0.95",
     "top_logprobs20": "draw and the 20 likeliest tokens",
+    "t06": "temperature 0.6",
+    "t06k20p95": "temperature 0.6, top-k 20, top-p 0.95",
     **{name: f"top-p 0.9, {mode.flat_share:.0%} of the rows flat" for name, mode in FALLBACKS.items()},
 }
 
@@ -111,17 +123,20 @@ def lines(rows: list[Row]) -> dict[str, Line]:
 
 def _figure(record: dict[str, Any], rows: list[Row], read: float | None, peak: float | None) -> Figure:
     first = rows[0]
-    has_head, ranks = first["D"] > 0, record.get("ranks")
-    roofline = has_head and not ranks  # a rank reads a part of the head
+    has_head, ranks, suite = first["D"] > 0, record.get("ranks"), stem(record)
+    floor = {"tp": "matmul-shard", "e2e": "decoder"}.get(suite, "matmul" if has_head else "amax")
+    roofline = floor == "matmul"  # of the others none reads the head, or only the head
     figure = Figure(figsize=(16 if roofline else 11, 6), layout="constrained")
     axes = figure.subplots(1, 3 if roofline else 2)
-    _plot_time(axes[0], rows, *((None, None) if ranks else (read, peak)))
-    _plot_ratio(axes[1], rows, "matmul-shard" if ranks else "matmul" if has_head else "amax")
+    _plot_time(axes[0], rows, *((read, peak) if roofline or not has_head else (None, None)))
+    _plot_ratio(axes[1], rows, floor)
     if roofline:
         _plot_roofline(axes[2], rows, read, peak)
     what = _MODES.get(first["mode"], first["mode"])
     shards = f" in {ranks} shards" if ranks else ""
     about = f"From hidden states to a token ({what}), LM head of {subject(first)}{shards}, bf16"
+    if suite == "e2e":
+        about = f"A decode step ({what}) at the shape of {subject(first)}, bf16"
     figure.suptitle(
         f"{about if has_head else f'Filters ({what}) on {subject(first)}'}\n"
         f"{title(record)}; {'slowest rank' if ranks else 'cold L2'}, median, band p20-p80",
@@ -177,6 +192,7 @@ def _plot_ratio(axis: Axes, rows: list[Row], floor: str) -> None:
         "matmul": ("the LM-head matmul alone", "the matmul alone"),
         "matmul-shard": ("the shard's matmul alone", "the shard's matmul"),
         "amax": ("torch.amax", "one read"),
+        "decoder": ("the decoder without head and sampler", "the decoder alone"),
     }[floor]
     axis.set_ylabel(f"time / time of {what}")
     axis.set_title(f"Ratio to {short} (lower is better)")

@@ -21,9 +21,10 @@ from .suite import ROW_KEYS, SCHEMA, Row
 COLUMNS = {
     "head": ("B", "provider", "us", "p20-p80", "GB/s", "% of read", "x matmul", "extra memory", "speed-up"),
     **dict.fromkeys(("filters", "qrita"), ("B", "provider", "us", "p20-p80", "GB/s", "x amax", "extra memory", "speed-up")),
+    "e2e": ("B", "provider", "us", "p20-p80", "x decoder", "extra memory", "speed-up"),
     "tp": ("B", "provider", "us", "p20-p80", "x matmul", "bytes a row", "extra memory", "speed-up"),
 }
-"""Of a suite's tables, whatever number its name ends with. An unknown suite gets the head's."""
+"""Of a suite's tables, by its stem. An unknown suite gets the head's."""
 
 _PLOTTED = ("case", "V", "D", "B", "provider", "mode", "us", "p20_us", "p80_us", "ratio_to_matmul")
 """Of a row's keys, what reading a file insists on: results of explorations lack some of the others."""
@@ -44,6 +45,12 @@ def load(path: Path) -> dict[str, Any]:
     if not record["rows"] or any(key not in row for row in record["rows"] for key in _PLOTTED):
         raise UserError(f"RECORD must have rows with {', '.join(_PLOTTED)}, got {str(path)!r}")
     return record
+
+
+def stem(record: dict[str, Any]) -> str:
+    """The suite's name without the number of ranks behind it."""
+    name = str(record.get("suite", ""))
+    return name.rstrip("0123456789") if name.startswith("tp") else name
 
 
 def title(record: dict[str, Any]) -> str:
@@ -71,7 +78,7 @@ def groups(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, str], list[Row]]]:
 
 def tables(record: dict[str, Any]) -> Group:
     """A table for each case and mode: time, spread, bandwidth, ratio to the floor, memory, speed-up."""
-    columns = COLUMNS.get(record.get("suite", "").rstrip("0123456789"), COLUMNS["head"])
+    columns = COLUMNS.get(stem(record), COLUMNS["head"])
     heading = [title(record)]
     if "read_gbps" in record:
         heading.append(f"reads {record['read_gbps']:,.0f} GB/s and multiplies at {record['matmul_tflops']:,.0f} TFLOP/s")
@@ -102,6 +109,7 @@ def _texts(row: Row) -> dict[str, str]:
         "GB/s": _number(row.get("gbps"), ",.0f"),
         "% of read": _number(row.get("bandwidth_share"), ".1%"),
         "x matmul": _number(row["ratio_to_matmul"], ".3f"),
+        "x decoder": _number(row.get("ratio_to_decoder"), ".3f"),
         "x amax": _number(row.get("ratio_to_amax"), ".2f"),
         "bytes a row": _number(row.get("bytes_per_row"), ",d"),
         "extra memory": "" if memory is None else megabytes(memory),
