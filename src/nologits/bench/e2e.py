@@ -34,7 +34,7 @@ FLOOR, OURS = "decoder", "nologits"
 
 
 class Inputs(NamedTuple):
-    """A step's parts: ``tokens [B]`` go in, and the next ones take their place; ``hidden [B, D]`` is what the decoder leaves."""
+    """A step's parts: ``tokens [B]`` go in, and the next take their place; ``hidden [B, D]`` is what the decoder leaves."""
 
     decoder: Decoder
     tokens: Tensor
