@@ -16,7 +16,7 @@ from .params import LogitBias, RowParams, SamplingParams, check_device, check_nu
 from .selection import MAX_VOCAB
 from .sources import HiddenSource, LogitsSource
 from .tops import MAX_TOP
-from .types import Candidates, Impl, LogprobsMode, Samples, TopTokens
+from .types import Candidates, Impl, LogprobsMode, Samples, TopTokens, logprobs_wanted
 
 if TYPE_CHECKING:
     from .sharded import Shard
@@ -317,10 +317,7 @@ def _logprobs(mode: object, top: object) -> tuple[bool, bool]:
         raise ValueError(f"top_logprobs must be an integer in [0, {MAX_TOP}], got {top!r}")
     if top and mode is False:
         raise ValueError(f'logprobs must be "processed", "raw" or True with top_logprobs={top}, got False')
-    wanted = {False: (False, False), True: (True, True), "processed": (True, False), "raw": (False, True)}
-    if not isinstance(mode, (bool, str)) or mode not in wanted:
-        raise ValueError(f'logprobs must be False, "processed", "raw" or True, got {mode!r}')
-    return wanted[mode]
+    return logprobs_wanted(mode)
 
 
 def _with_top(drawn: Samples, top_of: Callable[[RowParams], TopTokens], rows: RowParams, processed: bool, raw: bool) -> Samples:

@@ -14,7 +14,7 @@ from .params import RowParams, SamplingParams, check_device, make_rows
 from .reference import scores
 from .sources import HiddenSource, transform
 from .streaming import RunningDraw, RunningMass, vocabulary_chunks
-from .types import LogprobsMode, MergeRule, Samples
+from .types import LogprobsMode, MergeRule, Samples, logprobs_wanted
 
 
 class OnlineSampler:
@@ -51,9 +51,8 @@ class OnlineSampler:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if merge not in ("pathwise", "group"):
             raise ValueError(f'merge must be "pathwise" or "group", got {merge!r}')
-        if logprobs not in (False, True, "processed", "raw"):
-            raise ValueError(f'logprobs must be False, True, "processed" or "raw", got {logprobs!r}')
-        if merge == "group" and logprobs in (True, "raw"):
+        processed, raw = logprobs_wanted(logprobs)
+        if merge == "group" and raw:
             raise ValueError(f'logprobs must be False or "processed" with merge="group", got {logprobs!r}')
         self.batch, self.vocab_size, self.device = batch, vocab_size, torch.empty(0, device=device).device
         self._params = params or SamplingParams()
@@ -62,7 +61,6 @@ class OnlineSampler:
             raise ValueError("params must have no top_k, top_p or min_p: they need whole rows")
         # Every group has the row's noise: fresh keys are drawn once, here
         self._rows = rows.with_keys(batch, self.device)._replace(entropy=None)
-        processed, raw = logprobs in (True, "processed"), logprobs in (True, "raw")
         self._draw: RunningDraw | _RunningGroups
         if merge == "pathwise":
             self._draw = RunningDraw(batch, self.device, self._rows, 1, processed, raw)

@@ -14,6 +14,18 @@ MergeRule = Literal["pathwise", "group"]
 IMPLS: tuple[str, ...] = ("auto", "reference", "torch", "triton", "hopper")
 
 
+def logprobs_wanted(mode: object) -> tuple[bool, bool]:
+    """Which log-probabilities a mode asks for: (processed, raw).
+
+    Raises:
+        ValueError: it is none.
+    """
+    wanted = {False: (False, False), True: (True, True), "processed": (True, False), "raw": (False, True)}
+    if not isinstance(mode, (bool, str)) or mode not in wanted:
+        raise ValueError(f'logprobs must be False, "processed", "raw" or True, got {mode!r}')
+    return wanted[mode]
+
+
 class Samples(NamedTuple):
     """Drawn tokens, one row of the batch per row (``S`` draws per row when ``num_samples != 1``).
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...dispatch import choose
-from ...types import LogprobsMode
+from ...types import LogprobsMode, logprobs_wanted
 from .capture import Capture, UnsupportedError
 from .draw import Draw, Watch, columns
 from .heads import head_of
@@ -95,9 +95,7 @@ def generate(
     Raises:
         ValueError: naming the argument, what it must be and what it was.
     """
-    if not isinstance(logprobs, (bool, str)) or logprobs not in (False, True, "processed", "raw"):
-        raise ValueError(f'logprobs must be False, "processed", "raw" or True, got {logprobs!r}')
-    if logprobs and not generation_config.return_dict_in_generate:
+    if any(logprobs_wanted(logprobs)) and not generation_config.return_dict_in_generate:
         raise ValueError("return_dict_in_generate must be True for logprobs to have a place, got False")
     resolved = choose(impl, model.device).impl
     given = arguments_of_generate(model)
