@@ -1,5 +1,6 @@
 // Rows whose candidates did not settle what they keep (choose.cu): flat rows, wide nuclei, more ties than there is room for. Their
-// logits are made again, as often as it takes, and never stored.
+// logits are made again, as often as it takes. Those of a few rows of a group are kept when they are made, and once only such rows are
+// open, sweeps read those.
 //
 //     BY_COUNT, BY_MASS   a sweep adds up what the row keeps at most, in 2,048 bins of the range that holds the boundary; the bin that
 //                         reaches the target is the next range
@@ -9,8 +10,6 @@
 //     DRAWING             the boundary is known: a sweep draws from what it keeps
 //
 // A wide nucleus takes two sweeps.
-//
-// The logits of a few open rows of a group are kept when they are made; once only such rows are open, sweeps read those.
 //
 // Counts and masses are whole numbers (share.cuh), so nothing depends on the order in which blocks add them.
 //
