@@ -68,8 +68,9 @@ def measure(
 ) -> None:
     """Time the fused draw beside the LM-head matmul alone and other samplers (needs a CUDA GPU).
 
-    Options that name several things take a list with commas, or are repeated. In a mode fallbackN, N percent of the rows are so
-    flat that the fused filters need further sweeps over the head for them.
+    Options that name several things take a list with commas, or are repeated.
+    In a mode fallbackN, N percent of the rows are so flat that fused filters need more sweeps of the head.
+    With --tp N the head lies in N shards, on a GPU each, or on CPU processes where there are too few.
     """
     if context.invoked_subcommand is not None:
         return
