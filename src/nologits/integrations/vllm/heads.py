@@ -47,6 +47,18 @@ Capture = Callable[[Call], bool]
 """Gets each call of the logits layer, and says whether it has to make logits."""
 
 
+class Recorder:
+    """A capture that keeps the calls, and has logits made or not."""
+
+    def __init__(self, make_logits: bool) -> None:
+        self.make_logits = make_logits
+        self.calls: list[Call] = []
+
+    def __call__(self, call: Call) -> bool:
+        self.calls.append(call)
+        return self.make_logits
+
+
 @contextlib.contextmanager
 def capturing(capture: Capture) -> Iterator[None]:
     """Opens a capture on this thread."""
@@ -110,17 +122,12 @@ def _probe(model: Any, hidden_size: int, dtype: torch.dtype, device: torch.devic
     """One call of the model's own ``compute_logits``, on made-up hidden states."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_PROBE_ROWS, hidden_size, generator=generator).to(device, dtype)
-    calls: list[Call] = []
-
-    def record(call: Call) -> bool:
-        calls.append(call)
-        return True
-
-    with torch.inference_mode(), capturing(record):
+    recorder = Recorder(make_logits=True)
+    with torch.inference_mode(), capturing(recorder):
         logits = model.compute_logits(hidden)
-    if len(calls) != 1 or not isinstance(logits, Tensor):
+    if len(recorder.calls) != 1 or not isinstance(logits, Tensor):
         raise ValueError("the model makes its logits in its own way")
-    return calls[0], logits
+    return recorder.calls[0], logits
 
 
 def _obstacle(call: Call) -> str:
