@@ -43,15 +43,15 @@ def register() -> None:
     if _status.active:
         return
     try:
-        import vllm.logger  # noqa: F401  (sets logging up)
-
         _status = _install()
     except Exception as error:
         _status = Status(False, f"of {type(error).__name__}: {error}")
+    # vLLM 0.32 loads plugins before it sets logging up; of what is said by then, Python prints warnings alone.
+    level = logging.INFO if logging.getLogger("vllm").handlers else logging.WARNING
     if _status.active:
-        _logger.info("nologits: active (Model Runner %s)", ", ".join(_status.runners))
+        _logger.log(level, "nologits: active (Model Runner %s)", ", ".join(_status.runners))
     else:
-        _logger.info("nologits: inactive because %s", _status.reason)
+        _logger.log(level, "nologits: inactive because %s", _status.reason)
 
 
 def status() -> Status:
