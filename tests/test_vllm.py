@@ -6,13 +6,8 @@ drew what: no test passes by falling back.
 
 import importlib.metadata
 import importlib.util
-import json
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,14 +20,6 @@ if importlib.util.find_spec("vllm") is None:
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 V = 997  # not a multiple of 64, to which vLLM pads a head, nor of 32, a bitmask's word
-JOB = Path(__file__).with_name("vllm_job.py")
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 RUNNERS = ["V1", "V2"]
 SHAPE = {
     "hidden_size": 64,
@@ -66,44 +53,12 @@ def models(tmp_path_factory):
         model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
         with torch.no_grad():
             head = model.get_output_embeddings()
-            head.weight.mul_(2.0 / model(torch.tensor(PROMPTS[:1])).logits.std() if name != "Gemma2" else 30.0)
+            head.weight.mul_(2.0 / model(torch.tensor(PROMPTS[:1])).logits.std() if name != "Gemma2" else 12.0)
             if head.bias is not None:
                 head.bias.normal_(std=2.0)
         folders[name] = str(tmp_path_factory.mktemp(name))
         model.save_pretrained(folders[name])
     return folders
-
-
-@pytest.fixture(scope="session")
-def smollm2():
-    from nologits.demo.smollm2 import model_dir
-
-    return str(model_dir())
-
-
-@pytest.fixture(scope="session")
-def run(tmp_path_factory):
-    """``run(engines, runner=, plugin=, record=)`` gives what the job wrote, and the recorded draws."""
-
-    def run(engines, runner="V1", plugin="1", record=False):
-        folder = tmp_path_factory.mktemp("job")
-        out = str(folder / "out.json")
-        engines = [{**engine, "settings": {"skip_tokenizer_init": True, **engine.get("settings", {})}} for engine in engines]
-        job = folder / "job.json"
-        job.write_text(json.dumps({"engines": engines, "runner": runner, "record": record, "out": out}))
-        done = subprocess.run(
-            [sys.executable, str(JOB), str(job)],
-            env={**os.environ, **ENVIRONMENT, "NOLOGITS_VLLM": plugin},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-        results = json.loads(Path(out).read_text())
-        results["log"] = done.stdout + done.stderr
-        return (results, torch.load(out + ".pt", weights_only=False)) if record else results
-
-    return run
 
 
 def requests(params, prompts=PROMPTS):
@@ -130,11 +85,11 @@ GREEDY = [{"temperature": 0, "logprobs": 5, "max_tokens": 12}, {"temperature": 0
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_greedy_equals_stock(run, models, runner):
+def test_greedy_equals_stock(vllm_run, models, runner):
     """Tokens, and log-probabilities with their ranks, on heads with a cap, a scale and a bias too."""
     names = list(MODELS) if runner == "V1" else ["Llama", "Gemma2"]
     engines = [{"model": models[name], "batches": [requests(GREEDY * 2)]} for name in names]
-    ours, stock = (run(engines, runner=runner, plugin=plugin) for plugin in ("1", "0"))
+    ours, stock = (vllm_run(engines, runner=runner, plugin=plugin) for plugin in ("1", "0"))
     assert ours["status"][0], ours["status"]
     assert runner in ours["status"][2]
     assert stock["status"][:2] == [False, "NOLOGITS_VLLM=0"]
@@ -164,13 +119,13 @@ SEEDED = [
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_seeded_requests_anywhere(run, models, runner):
+def test_seeded_requests_anywhere(vllm_run, models, runner):
     """The same tokens alone, together and in another order; and offline, from hidden states and (seed, position)."""
     params = [{**one, "max_tokens": 10} for one in SEEDED]
     together = requests(params)
     alone = [[request] for request in together]
     filler = requests([{"temperature": 1.0, "max_tokens": place + 1} for place in range(9)])
-    results, draws = run(
+    results, draws = vllm_run(
         [{"model": models["Llama"], "batches": [together, filler + together[::-1], *alone]}], runner=runner, record=True
     )
     (engine,) = results["engines"]
@@ -209,9 +164,9 @@ def offline(params):
     return settings
 
 
-def test_tokens_of_both_runners_are_the_same(run, models):
+def test_tokens_of_both_runners_are_the_same(vllm_run, models):
     engines = [{"model": models["Llama"], "batches": [requests(SEEDED)]}]
-    one, other = (run(engines, runner=runner)["engines"][0] for runner in RUNNERS)
+    one, other = (vllm_run(engines, runner=runner)["engines"][0] for runner in RUNNERS)
     assert all_taken(one["counters"], 8 * len(SEEDED))
     assert all_taken(other["counters"], 8 * len(SEEDED))
     assert tokens(one["batches"][0]) == tokens(other["batches"][0])
@@ -230,14 +185,14 @@ LISTED = [
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_logprobs_equal_stock(run, models, mode):
+def test_logprobs_equal_stock(vllm_run, models, mode):
     """The lists of the first step, whose context does not depend on a draw; in both modes, with filters, bias and mask."""
     settings = {"logprobs_mode": mode, "max_logprobs": 128}
     batches = [requests([{**one, "max_tokens": 4}]) for one in LISTED] + [
         requests([{**one, "max_tokens": 4} for one in LISTED])
     ]
     engines = [{"model": models["Llama"], "batches": batches, "settings": settings}]
-    ours, stock = (run(engines, plugin=plugin)["engines"][0] for plugin in ("1", "0"))
+    ours, stock = (vllm_run(engines, plugin=plugin)["engines"][0] for plugin in ("1", "0"))
     assert all_taken(ours["counters"], 2 * 4 * len(LISTED))
     for one, other in zip(ours["batches"], stock["batches"], strict=True):
         for (a,), (b,) in zip(one, other, strict=True):
@@ -254,7 +209,7 @@ def test_logprobs_equal_stock(run, models, mode):
                 assert rank <= better + 2 or rank > len(step) - 1
 
 
-def test_mixed_batches(run, models):
+def test_mixed_batches(vllm_run, models):
     """Rows that are taken beside rows that vLLM draws: both as they are in a batch of their own."""
     fallen = [
         {"temperature": 0, "presence_penalty": 1.5, "logprobs": 2},
@@ -273,7 +228,7 @@ def test_mixed_batches(run, models):
             "settings": {"max_logprobs": 300},
         }
     ]
-    ours, stock = (run(engines, plugin=plugin)["engines"][0] for plugin in ("1", "0"))
+    ours, stock = (vllm_run(engines, plugin=plugin)["engines"][0] for plugin in ("1", "0"))
     counters = ours["counters"]
     assert counters["taken"] == 2 * 8 * len(taken)
     assert counters["errors"] == 0
@@ -288,12 +243,12 @@ def test_mixed_batches(run, models):
         assert all(close(x, y) for x, y in zip(a["logprobs"] or [], b["logprobs"] or [], strict=True))
 
 
-def test_mixed_batches_v2(run, models):
+def test_mixed_batches_v2(vllm_run, models):
     fallen = {"temperature": 0, "presence_penalty": 1.5, "logprobs": 2}
     params = [{"temperature": 1.0, "seed": 11, "logprobs": 4}, fallen, {"temperature": 0}, fallen]
     batches = [requests(params), requests(params[0::2], PROMPTS[0::2]), requests(params[1::2], PROMPTS[1::2])]
     engines = [{"model": models["Llama"], "batches": batches}]
-    ours, stock = (run(engines, runner="V2", plugin=plugin)["engines"][0] for plugin in ("1", "0"))
+    ours, stock = (vllm_run(engines, runner="V2", plugin=plugin)["engines"][0] for plugin in ("1", "0"))
     assert ours["counters"]["taken"] == 32
     assert ours["counters"]["fallbacks"] == {"penalties": 32}
     assert ours["counters"]["errors"] == 0
@@ -302,7 +257,7 @@ def test_mixed_batches_v2(run, models):
     assert tokens(both)[1::2] == tokens(fallen_alone) == tokens(stock["batches"][2])
 
 
-def test_prompt_logprobs_and_parallel_samples(run, models):
+def test_prompt_logprobs_and_parallel_samples(vllm_run, models):
     """vLLM makes the logits of prompts itself; the j-th of n samples has seed + j."""
     params = [
         {"temperature": 1.0, "seed": 20, "n": 3},
@@ -310,7 +265,7 @@ def test_prompt_logprobs_and_parallel_samples(run, models):
         {"temperature": 0, "prompt_logprobs": 2, "logprobs": 2},
     ]
     engines = [{"model": models["Llama"], "batches": [requests(params, PROMPTS[:1])]}]
-    ours, stock = (run(engines, plugin=plugin)["engines"][0] for plugin in ("1", "0"))
+    ours, stock = (vllm_run(engines, plugin=plugin)["engines"][0] for plugin in ("1", "0"))
     assert all_taken(ours["counters"], 5 * 8)
     many, one, scored = ours["batches"][0]
     assert many[1]["tokens"] == one[0]["tokens"]
@@ -319,11 +274,11 @@ def test_prompt_logprobs_and_parallel_samples(run, models):
     assert scored[0]["prompt_logprobs"][1:] == expected["prompt_logprobs"][1:]
 
 
-def test_unseeded_requests(run, models):
+def test_unseeded_requests(vllm_run, models):
     """Fresh noise for each request, repeated by the engine's seed."""
     batch = requests([{"temperature": 1.0}] * 6, PROMPTS[:1])
     engines = [{"model": models["Llama"], "batches": [batch, batch], "settings": {"seed": seed}} for seed in (0, 0, 1)]
-    results = run(engines)["engines"]
+    results = vllm_run(engines)["engines"]
     assert all(all_taken(engine["counters"], 2 * 6 * 8) for engine in results)
     first, again, other = ([row for batch in engine["batches"] for row in tokens(batch)] for engine in results)
     assert len({tuple(row) for row in first}) == 12
@@ -331,7 +286,7 @@ def test_unseeded_requests(run, models):
     assert not {tuple(row) for row in first} & {tuple(row) for row in other}
 
 
-def test_soak(run, models):
+def test_soak(vllm_run, models):
     """A thousand short requests with random parameters: no id outside what is allowed, no error, each row with who drew it."""
     chance = random.Random(5)
 
@@ -352,10 +307,10 @@ def test_soak(run, models):
         params |= {name: value for name, value in options.items() if chance.random() < weights.get(name, 0.3)}
         return {"prompt": [chance.randrange(V) for _ in range(chance.randint(1, 20))], "params": params}
 
-    batches = [[some() for _ in range(chance.choice([1, 7, 100, 150]))] for _ in range(16)]
+    batches = [[some() for _ in range(chance.choice([1, 7, 100, 150]))] for _ in range(18)]
     count = sum(map(len, batches))
     assert count >= 1000, count
-    results = run([{"model": models["Llama"], "batches": batches}])["engines"][0]
+    results = vllm_run([{"model": models["Llama"], "batches": batches}])["engines"][0]
     expected = {"taken": 0, "fell": 0}
     for batch, outputs in zip(batches, results["batches"], strict=True):
         for request, (one,) in zip(batch, outputs, strict=True):
@@ -377,7 +332,7 @@ def test_soak(run, models):
     [({"logprobs_mode": "raw_logits"}, "logprobs mode raw_logits"), ({"hf_overrides": {"head_dtype": "float32"}}, "")],
     ids=["logits", "head_dtype"],
 )
-def test_what_falls_back(run, models, settings, reason):
+def test_what_falls_back(vllm_run, models, settings, reason):
     dtype = "bfloat16" if "hf_overrides" in settings else "float32"
     engines = [
         {
@@ -387,7 +342,7 @@ def test_what_falls_back(run, models, settings, reason):
             "batches": [requests([{"temperature": 0, "logprobs": 2}])],
         }
     ]
-    results = run(engines)
+    results = vllm_run(engines)
     counters = results["engines"][0]["counters"]
     assert counters["taken"] == 0
     assert counters["errors"] == 0
@@ -395,7 +350,7 @@ def test_what_falls_back(run, models, settings, reason):
     assert told == reason if reason else told.startswith("the head computes in torch.float32"), told
 
 
-def test_another_version_is_inactive(run, models, monkeypatch):
+def test_another_version_is_inactive(vllm_run, models, monkeypatch):
     """The gate, the off switch and a broken hook: one line each, and the engine starts."""
     import nologits.integrations.vllm.plugin as plugin
 

@@ -40,7 +40,7 @@ def main():
             max_model_len=256,
             enforce_eager=True,
             max_num_seqs=64,
-            **engine.get("settings", {}),
+            **{"skip_tokenizer_init": not os.path.exists(f"{engine['model']}/tokenizer.json"), **engine.get("settings", {})},
         )
         plugin.reset_counters()
         batches = [run(llm, batch) for batch in engine["batches"]]

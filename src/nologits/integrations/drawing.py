@@ -55,8 +55,7 @@ def draw(
     logprob, ranks = score(head.spec, hidden, rows, tokens)
     if processed and out.logprobs is not None and rows.filtered:
         # Under filters the drawn token's share is that of the kept set. A greedy row has no filters.
-        greedy = torch.as_tensor(batch.greedy, device=hidden.device)
-        logprob = torch.where(greedy, logprob, out.logprobs)
+        logprob = torch.where(batch.greedy, logprob, out.logprobs)
     ids, logprobs = tokens[:, None], logprob[:, None]
     if batch.num_top:
         impl = resolve("auto", hidden.device)

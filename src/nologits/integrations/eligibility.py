@@ -21,6 +21,9 @@ ALL_TOKENS = -1
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 """Of the model's own distribution (after a grammar's mask), or of the one that is sampled."""
 
+_MAX_TEMPERATURE = 1e30
+"""Well below where the noise times the temperature leaves fp32."""
+
 _MAX_SEED = 2**64 + UNSEEDED  # as an unsigned word; -1 itself means unseeded
 
 
@@ -70,6 +73,8 @@ def obstacle(request: Request, vocab_size: int, logprobs_mode: str = "raw_logpro
         return "bad words"
     if request.min_tokens > 0:
         return "min_tokens"
+    if not request.temperature <= _MAX_TEMPERATURE:
+        return "a temperature above 1e30"
     if request.seed is not None and not (-(2**63) <= request.seed < _MAX_SEED and request.seed != UNSEEDED):
         return "a seed of more than 64 bits"
     ids = [*(request.logit_bias or ()), *(request.allowed_tokens or ())]

@@ -62,12 +62,13 @@ class Batch:
         self.vocab_size, self.device = vocab_size, device
         self._words = -(-vocab_size // 32)
         requests = [row.request for row in rows]
-        self.greedy = [request.temperature == 0 for request in requests]
+        greedy = [request.temperature == 0 for request in requests]
+        self.greedy = to_device(np.array(greedy), device)
         self.num_top = max((request.logprobs for request in requests if request.logprobs is not None), default=None)
         # A greedy row's filters keep its token whatever they are; off, they cost nothing.
-        filters = [Request() if greedy else request for greedy, request in zip(self.greedy, requests, strict=True)]
+        filters = [Request() if off else request for off, request in zip(greedy, requests, strict=True)]
         self.temperature = self._column([request.temperature for request in requests], np.float32)
-        self.top_k = self._column([max(request.top_k, 0) for request in filters], np.int32)
+        self.top_k = self._column([min(max(request.top_k, 0), vocab_size) for request in filters], np.int32)
         # fp64, as a Python number is read: a request's kept set is the same alone and in any batch.
         self.top_p = self._column([request.top_p for request in filters], np.float64)
         self.min_p = self._column([request.min_p for request in filters], np.float64)
