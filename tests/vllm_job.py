@@ -69,7 +69,7 @@ def sampling_params(settings):
     if "logit_bias" in settings:  # JSON's keys are texts
         settings["logit_bias"] = {int(token): value for token, value in settings["logit_bias"].items()}
     if "json" in settings:
-        settings["structured_outputs"] = StructuredOutputsParams(json=settings.pop("json"), disable_any_whitespace=True)
+        settings["structured_outputs"] = StructuredOutputsParams(json=settings.pop("json"))
     return SamplingParams(**settings)
 
 
