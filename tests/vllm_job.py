@@ -34,17 +34,12 @@ def main():
     draws = record_draws() if job.get("record") else None
     engines = []
     for engine in job["engines"]:
-        llm = LLM(
-            engine["model"],
-            dtype=engine.get("dtype", "float32"),
-            max_model_len=256,
-            enforce_eager=True,
-            max_num_seqs=64,
-            **{"skip_tokenizer_init": not os.path.exists(f"{engine['model']}/tokenizer.json"), **engine.get("settings", {})},
-        )
+        settings = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "max_num_seqs": 64}
+        settings["skip_tokenizer_init"] = not os.path.exists(f"{engine['model']}/tokenizer.json")
+        llm = LLM(engine["model"], **{**settings, **engine.get("settings", {})})
         plugin.reset_counters()
         batches = [run(llm, batch) for batch in engine["batches"]]
-        engines.append({"batches": batches, "counters": plugin.counters()})
+        engines.append({"batches": batches, "counters": plugin.counters(), "preemptions": preemptions(llm)})
         del llm
     if draws is not None:
         import torch
@@ -59,6 +54,13 @@ def run(llm, batch):
     prompts = [{"prompt_token_ids": r["prompt"]} if isinstance(r["prompt"], list) else r["prompt"] for r in batch]
     outputs = llm.generate(prompts, [sampling_params(r["params"]) for r in batch], use_tqdm=False)
     return [[result(output, one) for one in output.outputs] for output in outputs]
+
+
+def preemptions(llm):
+    """How many requests lost their cache; 0 where statistics are off."""
+    if not llm.llm_engine.log_stats:
+        return 0
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
 def sampling_params(settings):
