@@ -107,6 +107,21 @@ def test_ranks_and_grammar(head, hidden):
     assert Batch(padded[1:2], V, CPU).allowed({0: words}).shape == (1, -(-V // 32))
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_lists_have_no_token_twice(head, hidden, mode):
+    """Where a row keeps fewer tokens than are asked for too: a dictionary of its list must not lose an entry."""
+    few = [Request(seed=1, logprobs=8, allowed_tokens=[0, 2, 5]), Request(seed=2, logprobs=8, top_k=1), Request(logprobs=8)]
+    grammar = {2: np.array([0b101], dtype=np.int32)}
+    drawn = draw(head, hidden[:3], batch_of(few), POSITIONS[:3], grammar, mode)
+    for row, kept in enumerate([3, 1, 2] if mode == "processed_logprobs" else [8, 8, 2]):
+        listed, logprobs = drawn.ids[row].tolist(), drawn.logprobs[row]
+        assert len(set(listed[1:])) == 8
+        assert logprobs[1:].isfinite().sum() == kept
+        assert listed[0] in listed[1:] or kept == 8
+        assert logprobs[1 + listed[1:].index(listed[0])] == pytest.approx(logprobs[0].item(), abs=1e-5) if kept < 8 else True
+        assert all(0 <= token < V for token in listed)
+
+
 def test_a_row_without_a_token_gets_one_that_exists(head, hidden):
     hidden = hidden.clone()
     hidden[2] = float("nan")

@@ -21,8 +21,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         tokens: int64 ``[B]``, always ids of the vocabulary.
-        ids: int64 ``[B, 1 + N]``: the drawn token, then the ``N`` most likely ones (0 where the row keeps fewer).
-        logprobs: fp32 ``[B, 1 + N]`` of ``ids``.
+        ids: int64 ``[B, 1 + N]``: the drawn token, then the ``N`` most likely ones. Where the row keeps fewer, others follow.
+        logprobs: fp32 ``[B, 1 + N]`` of ``ids``; -inf for tokens that the row does not keep.
         ranks: int64 ``[B]``: how many tokens are at least as likely as the drawn one, itself included.
     """
 
@@ -60,9 +60,20 @@ def draw(
     if batch.num_top:
         impl = resolve("auto", hidden.device)
         top = run_top(make_source(hidden, head.spec, impl), rows, batch.num_top, impl)
-        ids = torch.cat((ids, top.ids.clamp(min=0)), dim=1)
+        ids = torch.cat((ids, _with_others(tokens, top.ids, batch.vocab_size)), dim=1)
         logprobs = torch.cat((logprobs, top.logprobs), dim=1)
     return Drawn(tokens, ids, logprobs, ranks)
+
+
+def _with_others(tokens: Tensor, top: Tensor, vocab_size: int) -> Tensor:
+    """``top [B, N]`` with ids that are not there yet instead of its -1: engines make a dictionary of a row."""
+    first = torch.arange(min(2 * top.shape[1] + 1, vocab_size), device=top.device)
+    listed = torch.cat((tokens[:, None], top), dim=1)
+    used = (first[None, :, None] == listed[:, None, :]).any(-1)
+    others = used.to(torch.int8).argsort(dim=1, stable=True)[:, : top.shape[1]]
+    missing = top < 0
+    place = (missing.cumsum(1) - 1).clamp(min=0)
+    return torch.where(missing, others.gather(1, place), top)
 
 
 def _scored_rows(
