@@ -377,6 +377,16 @@ def test_what_falls_back(vllm_run, models, settings, reason):
     assert told == reason if reason else told.startswith("the head computes in torch.float32"), told
 
 
+def test_custom_logits_processors_fall_back(vllm_run, models):
+    """They may do anything to any row, so vLLM draws all."""
+    settings = {"logits_processors": ["vllm_processor:AlwaysSeven"]}
+    results = vllm_run([{"model": models["Llama"], "settings": settings, "batches": [requests([{"temperature": 0}])]}])
+    engine = results["engines"][0]
+    assert tokens(engine["batches"][0]) == [[7] * 8]
+    assert engine["counters"]["fallbacks"] == {"custom logits processors (AlwaysSeven)": 8}
+    assert "nologits: inactive because custom logits processors (AlwaysSeven)" in results["log"]
+
+
 def test_another_version_is_inactive(vllm_run, models, monkeypatch):
     """The gate, the off switch and a broken hook: one line each, and the engine starts."""
     import nologits.integrations.vllm.plugin as plugin
