@@ -364,8 +364,7 @@ def test_what_falls_back(vllm_run, models, settings, reason):
     engines = [
         {
             "model": models["Llama"],
-            "dtype": dtype,
-            "settings": settings,
+            "settings": {"dtype": dtype, **settings},
             "batches": [requests([{"temperature": 0, "logprobs": 2}])],
         }
     ]
