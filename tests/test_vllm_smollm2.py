@@ -18,7 +18,8 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM: make vllm-test", allow_module_level=True)
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+# One group: a worker of xdist then shares the engine between these tests.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("smollm2")]
 
 SCHEMA = {
     "type": "object",
