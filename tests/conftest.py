@@ -1,8 +1,11 @@
 """Shared fixtures: the device, every implementation that can run here, sizes to match, poisoned scratch memory."""
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,3 +107,42 @@ def no_peers(monkeypatch):
     forget()
     sys.modules.update(before)
     sys.path[:] = path
+
+
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def vllm_run(tmp_path_factory):
+    """``run(engines, runner=, plugin=, record=)``: what a process of ``vllm_job.py`` wrote, and the draws it recorded."""
+
+    def run(engines, runner="V1", plugin="1", record=False):
+        folder = tmp_path_factory.mktemp("job")
+        job, out = folder / "job.json", folder / "out.json"
+        job.write_text(json.dumps({"engines": engines, "runner": runner, "record": record, "out": str(out)}))
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("vllm_job.py")), str(job)],
+            env={**os.environ, **VLLM_ENVIRONMENT, "NOLOGITS_VLLM": plugin},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        results = json.loads(out.read_text())
+        results["log"] = done.stdout + done.stderr
+        return (results, torch.load(f"{out}.pt", weights_only=False)) if record else results
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    from nologits.demo.smollm2 import model_dir
+
+    return str(model_dir())

@@ -1,0 +1,141 @@
+"""A step's draw for an engine: tokens, and the log-probabilities in the form that engines pass on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dispatch import resolve
+from ..head import HeadSpec, LMHead
+from ..ops import make_source, run_top
+from ..params import RowParams, SamplingParams, make_rows
+from ..sources import transform
+from ..streaming import RunningMass, vocabulary_chunks
+from .rows import Batch
+
+
+class Drawn(NamedTuple):
+    """A step's result.
+
+    Attributes:
+        tokens: int64 ``[B]``, always ids of the vocabulary.
+        ids: int64 ``[B, 1 + N]``: the drawn token, then the ``N`` most likely ones. Where the row keeps fewer, others follow.
+        logprobs: fp32 ``[B, 1 + N]`` of ``ids``; -inf for tokens that the row does not keep.
+        ranks: int64 ``[B]``: how many tokens are at least as likely as the drawn one, itself included.
+    """
+
+    tokens: Tensor
+    ids: Tensor | None = None
+    logprobs: Tensor | None = None
+    ranks: Tensor | None = None
+
+
+def draw(
+    head: LMHead, hidden: Tensor, batch: Batch, positions: Any, grammar: dict[int, Any] | None, logprobs_mode: str
+) -> Drawn:
+    """Draws a token a row of ``hidden [B, D]``.
+
+    Args:
+        head, hidden: as for :meth:`nologits.LMHead.sample`.
+        batch: the rows.
+        positions, grammar: of this step, as for :meth:`Batch.params`.
+        logprobs_mode: one of ``eligibility.LOGPROBS_MODES``; they are made if a row of ``batch`` asks for them.
+    """
+    params = batch.params(positions, grammar)
+    processed = logprobs_mode == "processed_logprobs"
+    wanted = batch.num_top is not None
+    out = head.sample(hidden, params, logprobs="processed" if wanted and processed else False)
+    # A row without a finite logit has no token. Engines index with it, so it gets an id that exists, as from their own argmax.
+    tokens = out.tokens.clamp(min=0)
+    if not wanted:
+        return Drawn(tokens)
+    rows = _scored_rows(batch, params, grammar, processed, hidden)
+    logprob, ranks = score(head.spec, hidden, rows, tokens)
+    if processed and out.logprobs is not None and rows.filtered:
+        # Under filters the drawn token's share is that of the kept set. A greedy row has no filters.
+        logprob = torch.where(batch.greedy, logprob, out.logprobs)
+    ids, logprobs = tokens[:, None], logprob[:, None]
+    if batch.num_top:
+        impl = resolve("auto", hidden.device)
+        top = run_top(make_source(hidden, head.spec, impl), rows, batch.num_top, impl)
+        ids = torch.cat((ids, _with_others(tokens, top.ids, batch.vocab_size)), dim=1)
+        logprobs = torch.cat((logprobs, top.logprobs), dim=1)
+    return Drawn(tokens, ids, logprobs, ranks)
+
+
+def _with_others(tokens: Tensor, top: Tensor, vocab_size: int) -> Tensor:
+    """``top [B, N]`` with ids that are not there yet instead of its -1: engines make a dictionary of a row."""
+    first = torch.arange(min(2 * top.shape[1] + 1, vocab_size), device=top.device)
+    listed = torch.cat((tokens[:, None], top), dim=1)
+    used = (first[None, :, None] == listed[:, None, :]).any(-1)
+    others = used.to(torch.int8).argsort(dim=1, stable=True)[:, : top.shape[1]]
+    missing = top < 0
+    place = (missing.cumsum(1) - 1).clamp(min=0)
+    return torch.where(missing, others.gather(1, place), top)
+
+
+def _scored_rows(
+    batch: Batch, params: SamplingParams, grammar: dict[int, Any] | None, processed: bool, hidden: Tensor
+) -> RowParams:
+    """The distribution whose log-probabilities are told: engines tell a greedy row's at temperature 1."""
+    if processed:
+        temperature: Any = batch.temperature
+        if isinstance(temperature, Tensor):
+            temperature = torch.where(temperature == 0, 1.0, temperature)
+        elif temperature == 0:
+            temperature = 1.0
+        told = SamplingParams(
+            temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            logit_bias=params.logit_bias,
+            allowed_tokens=params.allowed_tokens,
+        )
+    else:
+        told = SamplingParams(allowed_tokens=batch.grammar_only(grammar))
+    return make_rows(told, hidden.shape[0], batch.vocab_size, hidden.device, noise=False)
+
+
+def score(head: HeadSpec, hidden: Tensor, rows: RowParams, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-probability and the rank of given tokens, before filters.
+
+    One pass over the head in chunks.
+
+    Args:
+        head: the head.
+        hidden: ``[B, D]``.
+        rows: temperature, logit bias and mask; filters are not looked at.
+        tokens: int64 ``[B]``.
+
+    Returns:
+        fp32 ``[B]`` and int64 ``[B]``; a rank counts the tokens that are at least as likely, the given one included.
+    """
+    source = make_source(hidden, head, "torch")
+    picked = _logits_at(head, hidden, rows, tokens)
+    mass = RunningMass(source.batch, source.device, rows.temperature32, True)
+    ranks = torch.ones_like(tokens)
+    for start, stop in vocabulary_chunks(source):
+        logits = transform(source.chunk(start, stop), rows, start, stop)
+        mass.update(logits)
+        # The token itself is counted once, whatever the rounding of its logit here and in the chunk.
+        others = torch.arange(start, stop, device=hidden.device) != tokens[:, None]
+        ranks += ((logits >= picked) & others).sum(1)
+    return mass.logprob(picked).squeeze(1), ranks
+
+
+def _logits_at(head: HeadSpec, hidden: Tensor, rows: RowParams, tokens: Tensor) -> Tensor:
+    """fp32 ``[B, 1]``: each row's transformed logit at its token."""
+    logits = (hidden.float() * head.weight[tokens].float()).sum(1)
+    if head.bias is not None:
+        logits = logits + head.bias[tokens].float()
+    if head.scale != 1.0:
+        logits = logits * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    if rows.bias_ids is not None and rows.bias_values is not None:
+        here = rows.bias_ids == tokens[:, None]
+        logits = logits + torch.where(here, rows.bias_values, 0.0).sum(1)
+    return logits[:, None]

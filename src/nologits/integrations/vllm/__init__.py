@@ -1,0 +1,8 @@
+"""vLLM without logits: a plugin that vLLM loads by itself once nologits is installed beside it (``docs/vllm.md``).
+
+Nothing here imports vLLM before vLLM has asked for it.
+"""
+
+from .plugin import counters, register, reset_counters, status
+
+__all__ = ["counters", "register", "reset_counters", "status"]

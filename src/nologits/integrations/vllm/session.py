@@ -1,0 +1,202 @@
+"""What both model runners share: one session a runner, with its head, its requests' rows and the draw of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..drawing import Drawn, draw
+from ..eligibility import obstacle
+from ..rows import Batch, Keys, Row, make_row, to_device
+from . import requests
+from .heads import Call, Site
+from .plugin import COUNTERS
+
+_logger = logging.getLogger("vllm.nologits")
+
+Entry = Row | str
+"""A request that is taken, or the reason why not."""
+
+
+class Plan(NamedTuple):
+    """Who draws the rows of a batch.
+
+    Attributes:
+        taken: numpy ``[N]``: the rows drawn from hidden states, ascending.
+        places: the same on the device; ``None`` if it is every row.
+        batch: their parameters; ``None`` if there are none.
+        reasons: one for each row that vLLM draws.
+    """
+
+    taken: Any
+    places: Tensor | None
+    batch: Batch | None
+    reasons: tuple[str, ...]
+
+    @property
+    def whole(self) -> bool:
+        return self.batch is not None and self.places is None
+
+
+class Step(NamedTuple):
+    """A step between the forward pass and the draw. ``positions``: numpy ``[B]``, tokens each row has generated so far."""
+
+    plan: Plan
+    call: Call
+    positions: Any
+
+
+class Session:
+    """A model runner's draws.
+
+    Args:
+        runner: the model runner.
+        obstacle: why nothing of it can be taken, as far as its own module knows; empty if something can.
+    """
+
+    def __init__(self, runner: Any, obstacle: str) -> None:
+        self.device: torch.device = runner.device
+        self.logprobs_mode: str = runner.model_config.logprobs_mode
+        config = runner.vllm_config
+        self._keys = Keys(config.model_config.seed or 0, config.parallel_config.data_parallel_rank)
+        self._entries: list[Entry] = []
+        self._plan: Plan | None = None
+        self.site: Site | None = None
+        self.reason = obstacle or _config_obstacle(config)
+        if not self.reason:
+            try:
+                self.site = Site(runner.get_model(), config.model_config.get_hidden_size(), runner.dtype, self.device)
+            except ValueError as refusal:
+                self.reason = str(refusal)
+        if self.reason:
+            _logger.warning("nologits: inactive because %s", self.reason)
+        else:
+            _logger.info("nologits: draws from hidden states with %r", self.site)
+
+    def entry(self, params: Any) -> Entry:
+        """A request's row, or the reason why vLLM draws it."""
+        if self.site is None:
+            return self.reason
+        request = requests.read(params)
+        reason = obstacle(request, self.site.vocab_size, self.logprobs_mode)
+        return reason or make_row(request, self.site.vocab_size, self._keys)
+
+    def plan(self, entries: list[Entry]) -> Plan:
+        """Who draws the rows of this step; the tensors of an unchanged batch are kept from the step before."""
+        if self._plan is not None and entries == self._entries:
+            return self._plan
+        assert self.site is not None
+        rows = [entry for entry in entries if isinstance(entry, Row)]
+        taken = np.array([place for place, entry in enumerate(entries) if isinstance(entry, Row)], dtype=np.int64)
+        whole = len(rows) == len(entries)
+        self._plan = Plan(
+            taken,
+            None if whole or not rows else to_device(taken, self.device),
+            Batch(rows, self.site.vocab_size, self.device) if rows else None,
+            tuple(entry for entry in entries if isinstance(entry, str)),
+        )
+        self._entries = entries
+        return self._plan
+
+    def count(self, plan: Plan) -> None:
+        """Counts a step that went as planned; a reason seen for the first time is logged."""
+        for reason in COUNTERS.step(len(plan.taken), plan.reasons):
+            _logger.info("nologits: vLLM draws requests with: %s", reason)
+
+    def refused(self, rows: int) -> None:
+        """Counts a step of which nothing can be taken."""
+        COUNTERS.step(0, [self.reason] * rows)
+
+    def failed(self, rows: int, reasons: Sequence[str] = ()) -> None:
+        """Counts and logs a step whose ``rows`` failed here; to be called while its exception is handled."""
+        COUNTERS.error()
+        COUNTERS.step(0, ["error in nologits"] * rows + list(reasons))
+        _logger.exception("nologits: a step failed and is done by vLLM")
+
+    def draw(self, step: Step, grammar: dict[int, Any] | None) -> Drawn:
+        """Draws the rows that are taken. ``grammar``: bitmasks by row of the whole batch."""
+        plan, hidden = step.plan, step.call.hidden
+        assert self.site is not None
+        assert plan.batch is not None
+        positions = np.asarray(step.positions)
+        if plan.places is not None:
+            hidden, positions = hidden.index_select(0, plan.places), positions[plan.taken]
+            if grammar:
+                grammar = {place: grammar[row] for place, row in enumerate(plan.taken.tolist()) if row in grammar}
+        return draw(self.site.head(step.call), hidden, plan.batch, positions, grammar, self.logprobs_mode)
+
+
+def session_of(runner: Any, obstacle: Callable[[Any], str]) -> Session:
+    """The session of a runner at its first step. ``obstacle`` is its module's own; if that fails nothing is taken."""
+    try:
+        return Session(runner, obstacle(runner))
+    except Exception as error:
+        return Session(runner, f"of {type(error).__name__}: {error}")
+
+
+def grammar_by_row(grammar_output: Any, req_ids: Sequence[str]) -> dict[int, Any]:
+    """The scheduler's bitmasks by row of the batch: they come in an order of their own, one a request."""
+    if grammar_output is None:
+        return {}
+    rows = {req_id: row for row, req_id in enumerate(req_ids)}
+    masks = zip(grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask, strict=True)
+    return {rows[req_id]: mask for req_id, mask in masks if req_id in rows}
+
+
+class Logprobs(NamedTuple):
+    """``ids`` int32 and ``logprobs`` fp32 ``[B, W]``, ``ranks`` int64 ``[B]``."""
+
+    ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+
+
+def logprobs_of(drawn: Drawn) -> Logprobs | None:
+    """A draw's log-probabilities as vLLM passes them on."""
+    if drawn.ids is None:
+        return None
+    assert drawn.logprobs is not None
+    assert drawn.ranks is not None
+    return Logprobs(drawn.ids.to(torch.int32), drawn.logprobs, drawn.ranks)
+
+
+def merge(stock: Logprobs | None, drawn: Drawn, index: Tensor, batch: int) -> Logprobs | None:
+    """vLLM's log-probabilities with ours in the rows ``index``; each request reads as many columns as it asked for."""
+    ours = logprobs_of(drawn)
+    if ours is None:
+        return stock
+    if stock is None:
+        stock = Logprobs(ours.ids.new_zeros(batch, 1), ours.logprobs.new_zeros(batch, 1), ours.ranks.new_zeros(batch))
+    missing = max(ours.ids.shape[1] - stock.ids.shape[1], 0)
+    ids = torch.nn.functional.pad(stock.ids, (0, missing))
+    logprobs = torch.nn.functional.pad(stock.logprobs, (0, missing), value=float("-inf"))
+    ids[index, : ours.ids.shape[1]] = ours.ids.to(ids.dtype)
+    logprobs[index, : ours.ids.shape[1]] = ours.logprobs
+    ranks = stock.ranks.index_copy(0, index, ours.ranks.to(stock.ranks.dtype))
+    return Logprobs(ids, logprobs, ranks)
+
+
+def _config_obstacle(config: Any) -> str:
+    import vllm.envs as envs
+
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size > 1:
+        return "the head is split over tensor parallel ranks"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism"
+    if config.speculative_config is not None:
+        return "speculative decoding"
+    if config.lora_config is not None:
+        return "LoRA"
+    if config.model_config.runner_type != "generate":
+        return "the model does not generate"
+    if getattr(config, "watermark_config", None) is not None:
+        return "watermarking"
+    if envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+        return "VLLM_COMPUTE_NANS_IN_LOGITS looks at logits"
+    return ""
