@@ -1,7 +1,7 @@
 """nologits.integrations.sglang without SGLang: the real hooks around small stand-ins of what they touch.
 
 The stand-ins have the names, attributes and order of calls of SGLang 0.5.23, as read in its source. They prove the plugin's
-logic and not its integration: no engine and no CUDA graph has run here. SGLang's own hook registry applies the hooks where its
+logic and not its integration: no CUDA graph is captured here (``sglang_job.py`` runs an engine on the CPU, by hand). SGLang's own hook registry applies the hooks where its
 source is at hand (``SGLANG_SOURCE``: a folder with ``sglang/`` in it), and a stand-in of it everywhere.
 """
 
