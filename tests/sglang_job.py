@@ -1,8 +1,8 @@
 """A real SGLang 0.5.23 engine on the CPU, with a tiny random Llama: prints one JSON object of what came out.
 
 Not part of the tests: SGLang's dependencies take gigabytes. It needs the wheel unpacked (``PYTHONPATH``), the small pure
-dependencies it asks for, an entry point of nologits in the group ``sglang.srt.plugins``, and stand-ins of ``torchvision`` and of
-``vllm._custom_ops.rotary_embedding`` (one that does nothing will do: it is another model, and the same engine). No CUDA graph.
+dependencies it asks for, an entry point of nologits in the group ``sglang.srt.plugins``, and stand-ins of ``torchvision`` and
+of ``vllm._custom_ops.rotary_embedding`` (one that does nothing will do: another model, the same engine). No CUDA graph.
 
     NOLOGITS_SGLANG=1 python tests/sglang_job.py [--no-overlap]
 """

@@ -1,8 +1,9 @@
 """nologits.integrations.sglang without SGLang: the real hooks around small stand-ins of what they touch.
 
 The stand-ins have the names, attributes and order of calls of SGLang 0.5.23, as read in its source. They prove the plugin's
-logic and not its integration: no CUDA graph is captured here (``sglang_job.py`` runs an engine on the CPU, by hand). SGLang's own hook registry applies the hooks where its
-source is at hand (``SGLANG_SOURCE``: a folder with ``sglang/`` in it), and a stand-in of it everywhere.
+logic and not its integration: no CUDA graph is captured here (``sglang_job.py`` runs an engine on the CPU, by hand). SGLang's
+own hook registry applies the hooks where its source is at hand (``SGLANG_SOURCE``: a folder with ``sglang/`` in it), and a
+stand-in of it everywhere.
 """
 
 import dataclasses
@@ -430,12 +431,12 @@ def test_mixed_batches_are_split_by_row(hooked, reason):
     hidden[1] = make_head().weight[0] * 4  # token 0 is its likeliest, which a penalty takes away
     requests = [make_request(temperature=3.0) for _ in range(B)]
     requests[1], requests[4] = make_request(**LEFT[reason]), make_request(**LEFT[reason])
-    tokens, _ = model.decode(requests, hidden, [2] * B)
+    tokens, _ = model.decode(requests, hidden, range(2, 2 + B))
     plain = model.plain(hidden)
     assert plain[1].argmax() == 0
     if reason == "penalties":
         plain[[1, 4], 0] = float("-inf")
-    want = [expected(row, 2, temperature=3.0) for row in hidden]
+    want = [expected(row, 2 + place, temperature=3.0) for place, row in enumerate(hidden)]
     want[1], want[4] = plain[1].argmax().item(), plain[4].argmax().item()
     assert tokens.tolist() == want
     assert tokens.dtype == torch.int32
