@@ -5,42 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..eligibility import obstacle
-from ..rows import Batch, Keys, Row, make_row, to_device
+from ..plans import Entry, Plan, make_plan
+from ..rows import Keys, make_row
 from . import requests
 from .heads import LateLogits
 from .plugin import COUNTERS
 
 _logger = logging.getLogger("sglang.nologits")
-
-Entry = Row | str
-"""A request that is taken, or the reason why not."""
-
-
-class Plan(NamedTuple):
-    """Who draws the rows of a batch.
-
-    Attributes:
-        taken: numpy ``[N]``: the rows drawn from hidden states, ascending.
-        places: the same on the device; ``None`` if it is every row.
-        batch: their parameters; ``None`` if there are none.
-        reasons: one for each row that SGLang draws.
-    """
-
-    taken: Any
-    places: Tensor | None
-    batch: Batch | None
-    reasons: tuple[str, ...]
-
-    @property
-    def whole(self) -> bool:
-        return self.batch is not None and self.places is None
 
 
 class Session:
@@ -75,15 +52,7 @@ class Session:
         """Who draws the rows of this step; the tensors of an unchanged batch are kept from the step before."""
         if self._plan is not None and entries == self._entries:
             return self._plan
-        rows = [entry for entry in entries if isinstance(entry, Row)]
-        taken = np.array([place for place, entry in enumerate(entries) if isinstance(entry, Row)], dtype=np.int64)
-        whole = len(rows) == len(entries)
-        self._plan = Plan(
-            taken,
-            None if whole or not rows else to_device(taken, self.device),
-            Batch(rows, self.vocab_size, self.device) if rows else None,
-            tuple(entry for entry in entries if isinstance(entry, str)),
-        )
+        self._plan = make_plan(entries, self.vocab_size, self.device)
         self._entries = entries
         return self._plan
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..plans import Entry, Plan
 from .heads import Call, NoLogits, capturing
-from .session import Entry, Logprobs, Plan, Session, Step, grammar_by_row, logprobs_of, merge, session_of
+from .session import Logprobs, Session, Step, grammar_by_row, logprobs_of, merge, session_of
 
 _BUILT_IN = ("MinPLogitsProcessor", "LogitBiasLogitsProcessor", "MinTokensLogitsProcessor")
 

@@ -12,35 +12,13 @@ from torch import Tensor
 
 from ..drawing import Drawn, draw
 from ..eligibility import obstacle
-from ..rows import Batch, Keys, Row, make_row, to_device
+from ..plans import Entry, Plan, make_plan
+from ..rows import Keys, make_row
 from . import requests
 from .heads import Call, Site
 from .plugin import COUNTERS
 
 _logger = logging.getLogger("vllm.nologits")
-
-Entry = Row | str
-"""A request that is taken, or the reason why not."""
-
-
-class Plan(NamedTuple):
-    """Who draws the rows of a batch.
-
-    Attributes:
-        taken: numpy ``[N]``: the rows drawn from hidden states, ascending.
-        places: the same on the device; ``None`` if it is every row.
-        batch: their parameters; ``None`` if there are none.
-        reasons: one for each row that vLLM draws.
-    """
-
-    taken: Any
-    places: Tensor | None
-    batch: Batch | None
-    reasons: tuple[str, ...]
-
-    @property
-    def whole(self) -> bool:
-        return self.batch is not None and self.places is None
 
 
 class Step(NamedTuple):
@@ -91,15 +69,7 @@ class Session:
         if self._plan is not None and entries == self._entries:
             return self._plan
         assert self.site is not None
-        rows = [entry for entry in entries if isinstance(entry, Row)]
-        taken = np.array([place for place, entry in enumerate(entries) if isinstance(entry, Row)], dtype=np.int64)
-        whole = len(rows) == len(entries)
-        self._plan = Plan(
-            taken,
-            None if whole or not rows else to_device(taken, self.device),
-            Batch(rows, self.site.vocab_size, self.device) if rows else None,
-            tuple(entry for entry in entries if isinstance(entry, str)),
-        )
+        self._plan = make_plan(entries, self.site.vocab_size, self.device)
         self._entries = entries
         return self._plan
 

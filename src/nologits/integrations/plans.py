@@ -1,0 +1,47 @@
+"""Who draws the rows of an engine's batch at a step: those that can be taken, and the engine the others."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .rows import Batch, Row, to_device
+
+Entry = Row | str
+"""A request that is taken, or the reason why not."""
+
+
+class Plan(NamedTuple):
+    """Who draws the rows of a batch.
+
+    Attributes:
+        taken: numpy ``[N]``: the rows drawn from hidden states, ascending.
+        places: the same on the device; ``None`` if it is every row.
+        batch: their parameters; ``None`` if there are none.
+        reasons: one for each row that the engine draws.
+    """
+
+    taken: Any
+    places: Tensor | None
+    batch: Batch | None
+    reasons: tuple[str, ...]
+
+    @property
+    def whole(self) -> bool:
+        return self.batch is not None and self.places is None
+
+
+def make_plan(entries: list[Entry], vocab_size: int, device: torch.device) -> Plan:
+    """The plan of a batch, an entry a row; ``vocab_size`` is the head's."""
+    rows = [entry for entry in entries if isinstance(entry, Row)]
+    taken = np.array([place for place, entry in enumerate(entries) if isinstance(entry, Row)], dtype=np.int64)
+    whole = len(rows) == len(entries)
+    return Plan(
+        taken,
+        None if whole or not rows else to_device(taken, device),
+        Batch(rows, vocab_size, device) if rows else None,
+        tuple(entry for entry in entries if isinstance(entry, str)),
+    )
