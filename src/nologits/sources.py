@@ -70,11 +70,16 @@ class HiddenSource:
         logits = _product(self.hidden, weight, self.dtype)
         if self.head.bias is not None:
             logits = logits + self.head.bias[start:stop].float()
-        if self.head.scale != 1.0:
-            logits = logits * self.head.scale
-        if self.head.softcap is not None:
-            logits = self.head.softcap * torch.tanh(logits / self.head.softcap)
-        return logits
+        return scaled_and_capped(logits, self.head)
+
+
+def scaled_and_capped(logits: Tensor, head: HeadSpec) -> Tensor:
+    """What a head does to its logits after the bias."""
+    if head.scale != 1.0:
+        logits = logits * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return logits
 
 
 @dataclass(frozen=True)

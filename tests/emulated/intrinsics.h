@@ -125,7 +125,6 @@ inline u32 __float_as_uint(float x) { return emulated::cast_bits<u32>(x); }
 inline float __uint_as_float(u32 x) { return emulated::cast_bits<float>(x); }
 inline i64 __double_as_longlong(double x) { return emulated::cast_bits<i64>(x); }
 inline int __double2loint(double x) { return static_cast<int>(__double_as_longlong(x)); }
-
 inline int __double2hiint(double x) { return static_cast<int>(__double_as_longlong(x) >> 32); }
 inline double __hiloint2double(int high, int low) {
     return emulated::cast_bits<double>(static_cast<u64>(static_cast<u32>(high)) << 32 | static_cast<u32>(low));

@@ -74,11 +74,10 @@ def measure(
     """
     if context.invoked_subcommand is not None:
         return
-    cases = [ALIASES.get(name, name) for name in _chosen("case", case, DEFAULT_CASES, [c.name for c in CASES], ALIASES)]
     sharded = tp > 1
     known = tuple(tp_suite.PROVIDERS if sharded else PROVIDERS)
     plan = Plan(
-        list(dict.fromkeys(cases)),
+        _chosen("case", case, DEFAULT_CASES, [c.name for c in CASES], ALIASES),
         _batches(batch, ALL_BATCHES, tp_suite.TP_BATCHES if sharded else DEFAULT_BATCHES),
         _chosen("mode", mode, tp_suite.TP_MODES if sharded else ("plain",), tuple(MODES)),
         _chosen("provider", provider, known, known),
@@ -149,9 +148,8 @@ def e2e(
     """
     names = [shape.name for shape in SHAPES]
     aliases = {name: case for name, case in ALIASES.items() if case in names}
-    chosen = _chosen("case", case, _EVERY, names, aliases)
     plan = Plan(
-        list(dict.fromkeys(aliases.get(name, name) for name in chosen)),
+        _chosen("case", case, _EVERY, names, aliases),
         _batches(batch, e2e_suite.DEFAULT_E2E_BATCHES, e2e_suite.DEFAULT_E2E_BATCHES),
         _chosen("mode", mode, _EVERY, tuple(e2e_suite.E2E_MODES)),
         _chosen("provider", provider, _EVERY, tuple(e2e_suite.SAMPLERS)),
@@ -295,7 +293,7 @@ def _chosen(
         if word not in known and word not in (aliases or {}):
             names = ", ".join([*known, *(aliases or {}), "all"])
             raise UserError(f"--{name} must be one of {names}, got {word!r}")
-    return list(dict.fromkeys(words))
+    return list(dict.fromkeys((aliases or {}).get(word, word) for word in words))
 
 
 def _batches(values: Sequence[str] | None, every: Sequence[int], default: Sequence[int]) -> list[int]:

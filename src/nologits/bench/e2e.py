@@ -15,7 +15,7 @@ from ..testing import compare_tokens
 from .cases import make_params
 from .decoder import SHAPES, Decoder, Shape
 from .modes import Mode, Request
-from .peer_draws import flashinfer_draw, vllm_mask
+from .peer_draws import draw_as_vllm, flashinfer_draw, vllm_mask
 from .peers import SkipError, flashinfer_sampling
 from .suite import Call, Cell, Plan, Row, Suite, Variant, place_rows
 from .timing import Ceilings, Timing
@@ -96,12 +96,7 @@ def _vllm(inputs: Inputs, mode: str) -> Call:
     if not E2E_MODES[mode].filtered:
         raise SkipError("it is measured with filters")
     mask = vllm_mask(inputs.params)
-
-    def draw() -> Tensor:
-        shares = mask(inputs.logits()).softmax(-1)
-        return shares.div_(torch.empty_like(shares).exponential_()).argmax(-1)
-
-    return draw
+    return lambda: draw_as_vllm(mask(inputs.logits()))
 
 
 SAMPLERS: dict[str, Callable[[Inputs, str], Call] | None] = {

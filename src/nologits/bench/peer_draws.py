@@ -33,6 +33,12 @@ def vllm_mask(params: nl.SamplingParams) -> Callable[[Tensor], Tensor]:
     return lambda logits: apply(logits, params.top_k, params.top_p)
 
 
+def draw_as_vllm(logits: Tensor) -> Tensor:
+    """What vLLM draws of masked logits: of the shares over exponential noise the largest."""
+    shares = logits.softmax(-1, dtype=torch.float32)
+    return shares.div_(torch.empty_like(shares).exponential_()).argmax(-1)
+
+
 def flashinfer_draw(make_logits: Callable[[], Tensor], params: nl.SamplingParams) -> Variant:
     """The fastest of FlashInfer's draws that apply, from logits or after its own or torch's softmax; a k and a p for each row.
 

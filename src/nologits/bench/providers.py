@@ -12,7 +12,7 @@ import nologits as nl
 from ..dispatch import hopper_obstacle
 from .cases import Inputs
 from .modes import FALLBACKS, FILTERED, MODES, UNFILTERED
-from .peer_draws import flashinfer_draw, vllm_mask
+from .peer_draws import draw_as_vllm, flashinfer_draw, vllm_mask
 from .peers import SkipError, flashinfer_sampling, flashsampling_kernel
 from .suite import Call
 
@@ -106,7 +106,7 @@ def matmul_vllm_qrita(inputs: Inputs, mode: str) -> Call:
     largest. Its division by the temperature, here 1, is left out."""
     _only(mode, FILTERED)
     logits, mask = matmul(inputs, mode), vllm_mask(inputs.params)
-    return lambda: _draw_as_vllm(mask(logits().float()))
+    return lambda: draw_as_vllm(mask(logits().float()))
 
 
 def matmul_flashinfer(inputs: Inputs, mode: str) -> Call:
@@ -154,11 +154,6 @@ def _textbook(hidden: Tensor, weight: Tensor, mode: str) -> Tensor | tuple[Tenso
     probabilities = torch.softmax(logits, -1)
     token = torch.multinomial(probabilities, 1)
     return (token, probabilities.gather(1, token).log()) if mode == "logprobs" else token
-
-
-def _draw_as_vllm(logits: Tensor) -> Tensor:
-    shares = logits.softmax(-1, dtype=torch.float32)
-    return shares.div_(torch.empty_like(shares).exponential_()).argmax(-1)
 
 
 def _only(mode: str, modes: Collection[str]) -> None:

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 from .peers import brief
 from .suite import Call
-from .timing import FLUSH_BYTES, Timing, capture, summary
+from .timing import FLUSH_BYTES, Timing, capture, summary, time_once
 
 _PATIENCE = 600.0
 """Seconds without a word from any rank: longer than the slowest cell and its compilation."""
@@ -106,19 +106,10 @@ def measure_together(calls: dict[str, Call], repeats: int, rank: Rank) -> dict[s
         for name, (run, _captured) in runs.items():
             flush.zero_()
             dist.all_reduce(start_line)  # all start when the last has come
-            times[name].append(_time_on_gpu(run) if on_gpu else _time(run))
+            times[name].append(time_once(run) if on_gpu else _time(run))
     slowest = torch.tensor(list(times.values()), device=rank.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return {name: summary(values, runs[name][1]) for name, values in zip(times, slowest.tolist(), strict=True)}
-
-
-def _time_on_gpu(run: Call) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop) * 1e3)
 
 
 def _time(run: Call) -> float:

@@ -43,13 +43,18 @@ def measure(providers: dict[str, Callable[[], object]], repeats: int = 40) -> di
     for _ in range(repeats):
         for name, (run, _captured) in runs.items():
             flush.zero_()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop) * 1e3)
+            times[name].append(time_once(run))
     return {name: summary(values, runs[name][1]) for name, values in times.items()}
+
+
+def time_once(run: Callable[[], object]) -> float:
+    """GPU time of one call, us."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop) * 1e3)
 
 
 def measure_ceilings(repeats: int = 20) -> Ceilings:

@@ -11,7 +11,7 @@ from ..dispatch import resolve
 from ..head import HeadSpec, LMHead
 from ..ops import make_source, run_top
 from ..params import RowParams, SamplingParams, make_rows
-from ..sources import transform
+from ..sources import scaled_and_capped, transform
 from ..streaming import RunningMass, vocabulary_chunks
 from .rows import Batch
 
@@ -131,10 +131,7 @@ def _logits_at(head: HeadSpec, hidden: Tensor, rows: RowParams, tokens: Tensor) 
     logits = (hidden.float() * head.weight[tokens].float()).sum(1)
     if head.bias is not None:
         logits = logits + head.bias[tokens].float()
-    if head.scale != 1.0:
-        logits = logits * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
+    logits = scaled_and_capped(logits, head)
     if rows.bias_ids is not None and rows.bias_values is not None:
         here = rows.bias_ids == tokens[:, None]
         logits = logits + torch.where(here, rows.bias_values, 0.0).sum(1)
