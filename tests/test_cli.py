@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -138,6 +139,7 @@ class TestGenerate:
         assert result.code == 0, result.err
         assert "transformers' own loop ran, which makes logits: min-p comes after top-p" in result.err
         assert "temporary memory" not in result.err
+        assert logging.getLogger("nologits").level == logging.NOTSET, "the command's own quiet must end with it"
         refused = nologits("generate", model, *options, "--logprobs")
         assert refused.code == 2
         assert refused.err.startswith("error: --logprobs needs draws by nologits, got transformers' own loop: min-p")

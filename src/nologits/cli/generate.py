@@ -177,23 +177,34 @@ def _generate(
     if seed is not None and options.batch > 1:
         # One seed for all rows would draw one text several times: each row has its own.
         seed = seed + torch.arange(options.batch, device=model.device)
-    # The loop says why it falls back on its logger; here the summary does.
-    logging.getLogger("nologits").setLevel(logging.ERROR)
     if options.logprobs:
         settings |= {"return_dict_in_generate": True, "logprobs": True}
     before, open_before = filtered.Count.rows, _open_rows(model.device)
-    generation = _timed(
-        lambda: model.generate(
-            **inputs, **settings, custom_generate=integration.generate, seed=seed, impl=options.impl, streamer=streamer
-        ),
-        inputs,
-    )
+    with _errors_only():
+        generation = _timed(
+            lambda: model.generate(
+                **inputs, **settings, custom_generate=integration.generate, seed=seed, impl=options.impl, streamer=streamer
+            ),
+            inputs,
+        )
     report = integration.last_report(model)
     return generation._replace(
         reason=report.reason if report is not None else "",
         whole_rows=filtered.Count.rows - before,
         open_rows=_open_rows(model.device) - open_before,
     )
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """The loop says why it falls back on the library's logger; here the summary says it."""
+    logger = logging.getLogger("nologits")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _open_rows(device: torch.device) -> int:
