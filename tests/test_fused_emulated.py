@@ -46,7 +46,7 @@ def draw(build, monkeypatch):
 
     def load(name, entry, threads, shared, defines, index):
         def launch(grid, arguments, device, dependent=False, together=False):
-            params = arguments[-1]
+            params = next(part for part in arguments if isinstance(part, module.Params))
             if name in how.skip:
                 return
             if name == "choose":
@@ -55,15 +55,7 @@ def draw(build, monkeypatch):
                 failure = library.launch(ctypes.addressof(params), grid[0], shared, how.seed, how.poison)
             else:
                 library = build((*defines, ("FINISH", 1)) if name == "finish" else (*defines,), "tiles")
-                library.launch.argtypes = [
-                    ctypes.c_void_p,
-                    ctypes.c_void_p,
-                    *[ctypes.c_int] * 3,
-                    ctypes.c_ulonglong,
-                    ctypes.c_int,
-                ]
-                logits = how.logits.data_ptr()
-                failure = library.launch(ctypes.addressof(params), logits, *grid, shared, how.seed, how.poison)
+                failure = TOOLS["launch_tiles"](library, [arguments], [how.logits], grid, shared, how.seed, how.poison)
             assert library.params_bytes() == ctypes.sizeof(params)
             assert not failure, f"{name}: {failure.decode()}"
 

@@ -19,16 +19,12 @@ from . import filtered, fused
 from .distribution import log_softmax_at
 from .kernels.arguments import tma_fits
 from .kernels.categorical_sm90 import launch_draw
-from .kernels.config import HopperConfig, hopper_config
+from .kernels.config import FILTERED_ROWS, HopperConfig, hopper_config
 from .kernels.filters_sm90 import launch_filtered_draw, launch_mask
 from .params import RowParams
 from .selection import order_words, token_of
 from .sources import HiddenSource, LogitsSource, Source, transform
 from .types import Candidates, Samples, TopTokens
-
-FILTERED_ROWS = 512
-"""Rows of one filtered draw from hidden states. Beyond, the matmul's time is its arithmetic, and more rows at once would only
-leave fewer blocks a row to tell where its largest logits begin."""
 
 
 def sample(
@@ -109,10 +105,12 @@ def _sample_fused(source: HiddenSource, rows: RowParams, processed: bool, raw: b
     for start in range(0, source.batch, FILTERED_ROWS):
         some = source.rows(start, min(source.batch, start + FILTERED_ROWS))
         parts.append(launch_draw(some, rows.block(start, start + some.batch), processed, raw, config_for(some), num_top))
-    return _joined(parts)
+    return joined(parts)
 
 
-def _joined(parts: list[Samples]) -> Samples:
+def joined(parts: list[Samples]) -> Samples:
+    """The draws of blocks of rows, as one."""
+
     def join(pieces: Sequence[Any]) -> Any:
         if isinstance(pieces[0], TopTokens):
             return TopTokens(*map(torch.cat, zip(*pieces, strict=True)))
@@ -135,7 +133,7 @@ def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, proce
         head_logits = made.rows(start, stop).chunk(0, source.vocab)
         drawn = launch_filtered_draw(transform(head_logits, some, 0, source.vocab), some, processed)
         parts.append(drawn._replace(raw_logprobs=_raw_logprobs(head_logits, drawn.tokens)) if raw else drawn)
-    return _joined(parts)
+    return joined(parts)
 
 
 def _rank_kept(logits: Tensor, rows: RowParams, width: int) -> tuple[Tensor, Tensor]:
