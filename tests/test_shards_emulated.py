@@ -26,6 +26,7 @@ GXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GXX is None or platform.machine() != "x86_64", reason="needs g++ and an x86-64 processor")
 
 TOOLS = runpy.run_path(str(Path(__file__).parent / "emulated" / "build.py"))
+RANKS = runpy.run_path(str(Path(__file__).parent / "emulated" / "ranks.py"))
 SOURCES = Path(nl.__file__).parent / "kernels" / "sm90"
 VOCAB = 9_000
 INF = float("inf")
@@ -41,43 +42,13 @@ def build(tmp_path_factory):
     return functools.cache(lambda defines, name: TOOLS["build"](GXX, folder, defines, name))
 
 
-class Ranks:
-    """What the threads of all ranks share: they meet at :meth:`together`, where the last one acts for all."""
-
-    def __init__(self, count):
-        self.count, self.barrier, self.given = count, threading.Barrier(count), {}
-        self.here = threading.local()
-
-    def together(self, mine, act):
-        self.given[self.here.rank] = mine
-        if self.barrier.wait() == 0:
-            self.result = act([self.given[rank] for rank in range(self.count)])
-        self.barrier.wait()
-        return self.result
-
-
-class Transport:
-    """A rank's, over memory that all reach (``peers``) or by gathering."""
-
-    def __init__(self, ranks, rank, buffers, addresses):
-        self.ranks, self.rank, self.buffers, self.addresses = ranks, rank, buffers, addresses
-
-    def peer_buffers(self):
-        return self.addresses.data_ptr() if self.buffers else 0
-
-    def own_buffer(self):
-        return self.buffers[self.rank].data_ptr() if self.buffers else 0
-
-    def gather(self, sent):
-        return self.ranks.together(sent, torch.stack)
-
-
 @pytest.fixture
 def draw(build, monkeypatch):
     """``draw(logits, params, ...)``: every rank's results; ``draw.how`` says how threads are shuffled, and what is broken."""
     module, sharded = TOOLS["launcher"]("categorical_sm90"), TOOLS["launcher"]("shard_sm90")
     monkeypatch.setattr(sharded, "LINKED_ROWS", 16)
     monkeypatch.setattr(sharded, "FILTERED_ROWS", 16)
+    monkeypatch.setattr(sharded, "MADE_ROWS", 3)  # so that open rows take turns
     how = SimpleNamespace(seed=0, poison=0xFF, processors=5, skip=(), change=lambda name, params: None, opened=None)
     how.opened = torch.zeros(1, dtype=torch.int64)
     state = SimpleNamespace(ranks=None)
@@ -139,7 +110,7 @@ def draw(build, monkeypatch):
     def launch(logits, params, peers=True, starts=STARTS[2], config=HOPPER_TURNS_64, processed=True, raw=False, top=0, calls=1):
         vocab, count = logits.shape[1], len(starts)
         ends = (*starts[1:], vocab)
-        state.ranks = Ranks(count)
+        state.ranks = RANKS["Ranks"](count)
         extents = [module.Extent(start, end - start, vocab, count) for start, end in zip(starts, ends, strict=True)]
         # What comes before a shard is poison here: the copy engine brings zeros.
         state.logits = [
@@ -149,31 +120,18 @@ def draw(build, monkeypatch):
         words = sharded.Layout(count, vocab).words
         buffers = [torch.zeros(words, dtype=torch.int64) for _ in starts] if peers else []
         addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
-        results, failures = [None] * count, []
 
         def of_rank(rank):
-            state.ranks.here.rank = rank
-            try:
-                extent = extents[rank]
-                weight = logits[:, extent.start : extent.start + extent.size].T.contiguous().bfloat16()
-                source = HiddenSource(torch.eye(len(logits), dtype=torch.bfloat16), nl.LMHead(weight).spec)
-                transport = Transport(state.ranks, rank, buffers, addresses)
-                rows = make_rows(params, *logits.shape, logits.device)
-                for _ in range(calls):
-                    results[rank] = sharded.launch_shard_draw(source, rows, processed, raw, config, extent, transport, top)
-            except BaseException as failure:  # threading.BrokenBarrierError among them
-                failures.append(failure)
-                state.ranks.barrier.abort()
+            extent = extents[rank]
+            weight = logits[:, extent.start : extent.start + extent.size].T.contiguous().bfloat16()
+            source = HiddenSource(torch.eye(len(logits), dtype=torch.bfloat16), nl.LMHead(weight).spec)
+            transport = RANKS["Transport"](state.ranks, rank, buffers, addresses)
+            rows = make_rows(params, *logits.shape, logits.device)
+            for _ in range(calls):
+                drawn = sharded.launch_shard_draw(source, rows, processed, raw, config, extent, transport, top)
+            return drawn
 
-        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        real = [failure for failure in failures if not isinstance(failure, threading.BrokenBarrierError)]
-        if failures:
-            raise real[0] if real else failures[0]
-        return results
+        return state.ranks.run(of_rank)
 
     launch.how = how
     return launch

@@ -24,7 +24,6 @@ from .categorical_sm90 import (
     choose_kernel,
     empty_samples,
     has_top_p,
-    made_rows,
     made_width,
 )
 from .config import FILTERED_ROWS, HopperConfig, multiprocessors
@@ -33,6 +32,8 @@ from .nvrtc import Kernel, load
 MOST_RANKS = 32
 LINKED_ROWS = 4096
 """Rows of one exchange over NVLink."""
+MADE_ROWS = 16
+"""Open rows whose logits all ranks have at once; more take turns, each a matmul of the shard."""
 
 _THREADS = 128
 _WORDS = 7  # of a message
@@ -59,7 +60,7 @@ class Layout(NamedTuple):
     @property
     def words(self) -> int:
         """All of it."""
-        return self.made_at + made_rows(FILTERED_ROWS) * made_width(self.vocab) // 2
+        return self.made_at + MADE_ROWS * made_width(self.vocab) // 2
 
 
 class Transport(Protocol):
@@ -138,7 +139,7 @@ def _merged(launch: DrawLaunch, transport: Transport) -> tuple[Params, dict[str,
         setattr(merged, name, None if tensor is None else tensor.data_ptr())
     merged.slots = merged.mass_tiles = ranks
     if own := transport.own_buffer():
-        merged.made = own + 8 * Layout(ranks, launch.extent.vocab).made_at
+        merged.made, merged.made_rows = own + 8 * Layout(ranks, launch.extent.vocab).made_at, MADE_ROWS
     return merged, scratch
 
 
