@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .dispatch import hopper_obstacle
-from .kernels.shard_sm90 import MOST_RANKS, Layout, Transport
+from .kernels.shard_sm90 import MOST_RANKS, Layout, Traffic, Transport
 
 _VARIABLE = "NOLOGITS_TRANSPORT"
 _CHOICES = ("auto", "peers", "collective")
@@ -27,6 +27,7 @@ class Collective:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
+        self.traffic: Traffic | None = None
 
     def peer_buffers(self) -> int:
         """There are none."""
@@ -54,7 +55,8 @@ class Peers:
         words = Layout(dist.get_world_size(group), vocab).words
         self.buffer = symmetric.empty(words, dtype=torch.int64, device=device)
         self.handle = symmetric.rendezvous(self.buffer, group)
-        self.rank = self.handle.rank
+        self.rank: int = self.handle.rank
+        self.traffic: Traffic | None = None
         # A rank may write to the others only once all are empty
         self.buffer.zero_()
         torch.cuda.synchronize(device)

@@ -46,6 +46,7 @@ class Transport:
 
     def __init__(self, ranks, rank, buffers, addresses):
         self.ranks, self.rank, self.buffers, self.addresses = ranks, rank, buffers, addresses
+        self.traffic = None
 
     def peer_buffers(self):
         return self.addresses.data_ptr() if self.buffers else 0

@@ -36,7 +36,7 @@ MADE_ROWS = 16
 """Open rows whose logits all ranks have at once; more take turns, each a matmul of the shard."""
 
 _THREADS = 128
-_WORDS = 7  # of a message
+_WORDS, _PLAIN_WORDS = 7, 3  # of a message; of rows without filters
 _HEADS_AT = 128
 _RECORD_WORDS = 2 * _WORDS  # each half of a word has the call's number beside it
 
@@ -63,10 +63,29 @@ class Layout(NamedTuple):
         return self.made_at + MADE_ROWS * made_width(self.vocab) // 2
 
 
+class Traffic(NamedTuple):
+    """What a rank told each other rank in a draw: ``words`` of 64 bits a row, and of each row's ``lists`` up to ``room``."""
+
+    words: int
+    lists: Tensor | None
+    room: int
+
+    def bytes_per_row(self) -> float:
+        """On average. Waits for the device."""
+        listed = 0.0 if self.lists is None else float(self.lists.clamp(max=self.room).double().mean())
+        return 8 * (self.words + listed)
+
+
 class Transport(Protocol):
-    """How the ranks' messages reach one another."""
+    """How the ranks' messages reach one another.
+
+    Attributes:
+        rank: this one.
+        traffic: of the last draw; ``None`` before the first.
+    """
 
     rank: int
+    traffic: Traffic | None
 
     def peer_buffers(self) -> int:
         """Address of the addresses of the ranks' buffers (:class:`Layout`); 0 if messages go by :meth:`gather`."""
@@ -103,10 +122,13 @@ def launch_shard_draw(
     with on_device(device):
         kernel = exchange_kernel(device, rows.greedy, mass, raw, gathers)
         grid = (min(batch, multiprocessors(device)), 1)
+        spoken = _WORDS if gathers else _PLAIN_WORDS
         if links.buffers:
+            transport.traffic = Traffic(2 * spoken, launch.scratch["gathered"] if gathers else None, extent.room)
             kernel.launch(grid, [launch.params, merged, links], device, dependent=True)
         else:
             sent = torch.empty(batch, _WORDS + (extent.room if gathers else 0), dtype=torch.int64, device=device)
+            transport.traffic = Traffic(sent.shape[1], None, 0)
             links.sent = sent.data_ptr()
             kernel.launch(grid, [launch.params, merged, links], device, dependent=True)
             got = transport.gather(sent)
