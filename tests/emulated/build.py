@@ -41,6 +41,9 @@ COPIED = (
     "finish.cu",
     "exchange.cuh",
     "exchange.cu",
+    "screen.cu",
+    "rescore.cu",
+    "screen_rows.cu",
 )
 FLAGS = (
     "-std=c++17 -O1 -march=native -ffp-contract=fast -fno-strict-aliasing -fvisibility=hidden -fno-gnu-unique -w -fPIC -shared"
@@ -85,7 +88,7 @@ def build(gxx, folder, defines, name="filters"):
 def launcher(name="filters_sm90"):
     """A module of launchers, also where CUDA's bindings are not installed: here it launches nothing by them."""
     known = (
-        {"nologits.kernels.categorical_sm90": launcher("categorical_sm90")} if name == "shard_sm90" else {}
+        {"nologits.kernels.categorical_sm90": launcher("categorical_sm90")} if name != "categorical_sm90" else {}
     )  # one module, not a second copy
     name = f"nologits.kernels.{name}"
     importlib.import_module("nologits.kernels.arguments")  # what it imports besides is loaded before, and stays

@@ -144,6 +144,7 @@ inline u32 __byte_perm(u32 x, u32 y, u32 selectors) {
 inline int __viaddmin_s32_relu(int a, int b, int c) { return max(min(a + b, c), 0); }
 
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __int2float_rn(int x) { return static_cast<float>(x); }
 inline float __uint2float_rn(u32 x) { return static_cast<float>(x); }
 inline float __uint2float_rz(u32 x) {
     const int dropped = max(0, 32 - 24 - __clz(static_cast<int>(x)));
@@ -153,6 +154,11 @@ inline u64 __double2ull_rn(double x) { return x > 0.0 ? static_cast<u64>(nearbyi
 inline u64 __double2ull_ru(double x) { return x > 0.0 ? static_cast<u64>(ceil(x)) : 0; }
 
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fadd_rn(float a, float b) {
+    const volatile float first = a, second = b;  // not to be joined with a product
+    return first + second;
+}
 inline float __log2f(float x) { return log2f(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 

@@ -5,6 +5,7 @@
 namespace emulated {
 inline const float* const* logits;  // of each device: [rows, V] of the head, before anything is added
 inline int rows, vocab[8];
+inline const int* products[2];  // or [rows, V] of each part of the rows' bytes
 }  // namespace emulated
 
 struct Ring {
@@ -20,17 +21,18 @@ inline void release(u32, int) {}
 inline void begin_pipeline(u32, u32, u32) {}
 
 // The tile is the last one that was asked for, the rows are those that were made last.
-template <typename Between>
-inline int multiply(float (&x)[SETS][IDS], int steps, u32, u32, u32, Ring&, Between between) {
+template <typename Number, int sets, typename Between>
+inline int multiply(Number (&x)[sets][IDS], int steps, u32, u32, u32, Ring&, Between between) {
     const int lane = threadIdx.x & 31, row0 = emulated::current->row0 - 64 * (SETS - 1), v0 = emulated::current->tile * TILE_V + 2 * (lane & 3);
     for (int step = 0; step < steps; ++step) between(step);
-    const float* const logits = emulated::logits[emulated::device()];
+    const float* const logits = SCREEN ? nullptr : emulated::logits[emulated::device()];
     const int vocab = emulated::vocab[emulated::device()];
-    for (int set = 0; set < SETS; ++set)
+    for (int set = 0; set < sets; ++set)
         for (int h = 0; h < 2; ++h)
             for (int i = 0; i < IDS / 2; ++i) {
-                const int row = row0 + 64 * set + (lane >> 2) + 8 * h, id = v0 + offset_at(i);
-                x[set][register_at(i, h)] = row < emulated::rows && id < vocab ? logits[static_cast<i64>(row) * vocab + id] : 0.0f;
+                const int row = row0 + (SCREEN ? 0 : 64 * set) + (lane >> 2) + 8 * h, id = v0 + offset_at(i);
+                const i64 at = static_cast<i64>(row) * vocab + id;
+                x[set][register_at(i, h)] = row >= emulated::rows || id >= vocab ? 0 : SCREEN ? emulated::products[set][at] : logits[at];
             }
     return 0;
 }

@@ -40,6 +40,7 @@ _FILTER_POINTERS = (
     "top_k", "top_p", "min_p", "entries", "gathered", "peaks", "pilot", "thresholds", "open", "progress", "open_rows", "rests",
     "slot_thresholds", "tops", "made", "top_ids", "top_logprobs", "raw_top_ids", "raw_top_logprobs",
 )  # fmt: skip
+_SCREEN_POINTERS = ("id_scales", "id_errors", "id_lengths", "row_scales", "floors", "left")
 _FILTER_INTEGERS = ("stride_top_k", "stride_top_p", "stride_min_p", "top_k_value")
 
 CAPACITY = 4096
@@ -67,7 +68,7 @@ class Params(ctypes.Structure):
         + [(name, ctypes.c_double) for name in ("top_p_value", "min_p_value")]
         + [(name, ctypes.c_int32) for name in ("top_k_wide", "top_p_wide", "min_p_wide", "num_top", "made_rows")]
         + [(name, ctypes.c_int32) for name in ("first", "skip", "vocab", "room", "ranks")]
-        + [("doubts", ctypes.c_void_p)]
+        + [(name, ctypes.c_void_p) for name in ("doubts", *_SCREEN_POINTERS)]
     )
 
 
@@ -145,7 +146,7 @@ def tile_kernel(
         ("TURNS", int(config.turns)), ("ROWS", config.rows), ("STAGES", config.stages), ("PAIR", config.pair),
         ("CLUSTER", config.cluster), ("GREEDY", int(rows.greedy)),
         ("FILTER", int(gathers)), ("REST", int(gathers and has_top_p(rows))), ("SHARD", int(shard)),
-        *_head_features(source, rows, mass, raw),
+        *head_features(source, rows, mass, raw),
     )  # fmt: skip
     return load(
         "categorical", "categorical_tiles", _TILE_THREADS, shared_bytes(config, gathers), defines, _index(source.device)
@@ -154,7 +155,7 @@ def tile_kernel(
 
 def finish_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, shard: bool = False) -> Kernel:
     """The kernel that settles open rows."""
-    defines = (("REST", 0), ("SHARD", int(shard)), *_head_features(source, rows, mass, raw))
+    defines = (("REST", 0), ("SHARD", int(shard)), *head_features(source, rows, mass, raw))
     return load("finish", "finish_rows", _TILE_THREADS, _FINISH_BYTES, defines, _index(source.device))
 
 
@@ -347,7 +348,8 @@ def has_top_p(rows: RowParams) -> bool:
     return isinstance(rows.top_p, Tensor) or rows.top_p < 1.0
 
 
-def _head_features(source: HiddenSource, rows: RowParams, mass: bool, raw: bool) -> Defines:
+def head_features(source: HiddenSource, rows: RowParams, mass: bool, raw: bool) -> Defines:
+    """The macros that all kernels share which make logits."""
     head = source.head
     return (
         ("OPERAND", '"bf16"' if source.hidden.dtype == torch.bfloat16 else '"f16"'), ("MASS", int(mass)), ("RAW", int(raw)),

@@ -33,8 +33,48 @@ __device__ __forceinline__ void group_bounds(float (&bounds)[SLOTS], const float
     }
 }
 
+#if SCREEN
+// How far the logit of an id may lie below its upper bound: twice the bound on what 8 bits say of the head's logit, and what rounding
+// takes.
+__device__ __forceinline__ float width_of(const Params& p, float of_error, float of_length, int id, float upper) {
+    const float bound = fmaf(of_error, p.id_errors[id], of_length * p.id_lengths[id]);
+    return fmaf(HEAD_SCALE ? 2.0f * p.scale : 2.0f, bound, 2e-6f * fabsf(upper)) + (SOFTCAP ? 1.6e-5f * p.softcap : 0.0f);
+}
+
+// Scores of the ids of one slot, whose upper bounds have been staged: those that could win become candidates, and the best that is
+// certain decides about others.
+__device__ __forceinline__ void consider(const Params& p, Row (&rows)[2], const float4& uppers, int slot, int id0) {
+    const bool second = slot & 1;
+    const u32 group = id0 + group_offset(slot >> 1);
+    Candidate best = second ? rows[1].best : rows[0].best;
+    const int row = second ? rows[1].row : rows[0].row;
+    const float spread = second ? rows[1].spread : rows[0].spread;
+    const float of_error = second ? rows[1].of_error : rows[0].of_error, of_length = second ? rows[1].of_length : rows[0].of_length;
+    const float upper[4] = {uppers.x, uppers.y, uppers.z, uppers.w};
+    u32 word[4] = {};
+#if !GREEDY
+    uint4 words[1];
+    philox(words, {group}, second ? rows[1].stream : rows[0].stream);
+    word[0] = words[0].x, word[1] = words[0].y, word[2] = words[0].z, word[3] = words[0].w;
+#endif
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        if (upper[w] == -infinity()) continue;
+        const u32 id = group + word_offset(w);
+        const float lower = upper[w] - width_of(p, of_error, of_length, id - first_id(p), upper[w]);
+        const float most = GREEDY ? upper[w] : score(upper[w], spread, word[w]), least = GREEDY ? lower : score(lower, spread, word[w]);
+        if (score_order(most) >= best.order) {
+            const u32 at = atomicAdd(&p.gathered[row], 1u);
+            if (at < CAPACITY) p.entries[static_cast<i64>(row) * CAPACITY + at] = make_entry(score_order(most), id);
+        }
+        if (fabsf(least) < infinity()) keep_better(best, {score_order(least), id, lower});  // what is no number is not certain
+    }
+    if (second) rows[1].best = best;
+    else rows[0].best = best;
+}
+#else
 // Exact scores of the ids of one slot, whose logits have been staged.
-__device__ __forceinline__ void consider(Row (&rows)[2], const float4& logits, int slot, int id0) {
+__device__ __forceinline__ void consider(const Params&, Row (&rows)[2], const float4& logits, int slot, int id0) {
     const bool second = slot & 1;
     const u32 group = id0 + group_offset(slot >> 1);
     Candidate best = second ? rows[1].best : rows[0].best;
@@ -57,11 +97,12 @@ __device__ __forceinline__ void consider(Row (&rows)[2], const float4& logits, i
     if (second) rows[1].best = best;
     else rows[0].best = best;
 }
+#endif
 
 // Updates the rows' winners with a tile. Groups whose bound reaches the floor of their row are considered, each by the lane
 // that holds it. A floor is known only once something has been considered, so the first round takes those near the
 // largest bound, which usually settles it; later rounds take what the floor found then leaves, until it leaves nothing.
-__device__ __forceinline__ void draw(const float (&x)[IDS], Row (&rows)[2], u32* codes, int id0) {
+__device__ __forceinline__ void draw(const float (&x)[IDS], const Params& p, Row (&rows)[2], u32* codes, int id0) {
     float bounds[SLOTS];
     group_bounds(bounds, x, rows, codes);
     float target[2];
@@ -106,7 +147,7 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], Row (&rows)[2], u32*
         }
         open &= ~taken;
         bool unsettled = reached & ~taken;
-        for (int i = 0; taken; ++i, taken &= taken - 1) consider(rows, staged[i * 32], __ffs(taken) - 1, id0);
+        for (int i = 0; taken; ++i, taken &= taken - 1) consider(p, rows, staged[i * 32], __ffs(taken) - 1, id0);
         __syncwarp();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

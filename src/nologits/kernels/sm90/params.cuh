@@ -104,6 +104,17 @@ struct Params {
     // of a noise block. All else, where ids lie in memory as well, counts from `first`. Of its candidates `room` are told to the other ranks.
     int first, skip, vocab, room, ranks;
     double* doubts;  // [B, ranks]: how far their rests may be off
+
+    // A screened draw (screen.cu): of each id the scale of its bytes, how far they lie from its weights, and how long those are; of each
+    // row what its bytes count for, and what the two lengths count for in the bound. What goes between its kernels: the largest score
+    // that is certain, as an order with its sign turned; and rows that are left to the kernels that read all weights, with their number
+    // before the first.
+    const float* id_scales;
+    const float* id_errors;
+    const float* id_lengths;
+    const float4* row_scales;
+    u32* floors;
+    u32* left;
 };
 
 #ifndef SHARD

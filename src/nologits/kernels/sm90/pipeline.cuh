@@ -24,7 +24,7 @@ __device__ __forceinline__ int tile_at(int q) {
 // Loads the block's tiles of the vocabulary with the rows from `row0` on.
 __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap* hidden, const Params& p, int row0, u32 stages, u32 full,
                                         u32 empty, Ring& ring) {
-    const u32 bytes = WEIGHT_BYTES + p.box_rows * TILE_D * 2;
+    const u32 bytes = WEIGHT_BYTES + PARTS_OF_ROW * p.box_rows * PITCH_BYTES;
     for (int q = 0; tile_at(q) < p.tiles; ++q) {
         const int weight_row = tile_at(q) * TILE_V - (SHARD ? p.skip : 0);  // zeros come from before the first
 #pragma unroll 1  // few registers are left here
@@ -45,6 +45,7 @@ __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap
                                    weight_row + part * (TILE_V / CLUSTER), (1 << CLUSTER) - 1);
 #endif
                 copy_box(target + WEIGHT_BYTES, hidden, barrier, column, row0);
+                if (SCREEN) copy_box(target + WEIGHT_BYTES + ROWS * PITCH_BYTES, hidden, barrier, column, p.B + row0);
             }
         }
     }
@@ -63,20 +64,20 @@ __device__ __forceinline__ void release(u32 empty, int stage) {
 
 // A consumer warpgroup multiplies a tile; all but the last pieces are done on return, and the stage of those is returned.
 // Calls between(step) while the tensor cores work.
-template <typename Between>
-__device__ __forceinline__ int multiply(float (&x)[SETS][IDS], int steps, u32 stages, u32 full, u32 empty, Ring& ring, Between between) {
+template <typename Number, int sets, typename Between>
+__device__ __forceinline__ int multiply(Number (&x)[sets][IDS], int steps, u32 stages, u32 full, u32 empty, Ring& ring, Between between) {
     const int warpgroup = threadIdx.x >> 7;
     int previous = 0;
     for (int step = 0; step < steps; ++step) {
         const u32 stage = stages + ring.stage * STAGE_BYTES;
-        const u64 weight = operand(stage), hidden = operand(stage + WEIGHT_BYTES + (TURNS ? 0 : warpgroup * (64 * TILE_D * 2)));
+        const u64 weight = operand(stage), hidden = operand(stage + WEIGHT_BYTES + (TURNS ? 0 : warpgroup * (64 * PITCH_BYTES)));
         barrier_wait(full + 8 * ring.stage, ring.parity);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < TILE_D / 16; ++k)
+        for (int k = 0; k < PITCH_BYTES / 32; ++k)
 #pragma unroll
-            for (int set = 0; set < SETS; ++set)
-                wgmma(x[set], hidden + set * (64 * TILE_D * 2 >> 4) + 2 * k, weight + 2 * k, step + k > 0);
+            for (int set = 0; set < sets; ++set)
+                wgmma(x[set], hidden + set * (64 * PITCH_BYTES >> 4) + 2 * k, weight + 2 * k, step + k > 0);
         wgmma_commit();
         wgmma_wait<1>();
         if (step > 0) release(empty, previous);

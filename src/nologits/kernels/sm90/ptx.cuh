@@ -206,6 +206,9 @@ __device__ __forceinline__ u64 operand(u32 address) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define D64(i) D16(i), D16(i + 16), D16(i + 32), D16(i + 48)
+#define I4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
+#define I16(i) I4(i), I4(i + 4), I4(i + 8), I4(i + 12)
+#define I64(i) I16(i), I16(i + 16), I16(i + 32), I16(i + 48)
 #define REGISTERS_0_63                                                                                   \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"                              \
     " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"                   \
@@ -239,5 +242,18 @@ __device__ __forceinline__ void wgmma(float (&d)[64], u64 a, u64 b, bool accumul
         " {" REGISTERS_0_63 "}, %64, %65, p, 1, 1, 0, 0;\n"
         "}"
         : D64(0)
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// The same of signed bytes, k being 32 of them.
+__device__ __forceinline__ void wgmma(int (&d)[64], u64 a, u64 b, bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8"
+        " {" REGISTERS_0_63 "}, %64, %65, p;\n"
+        "}"
+        : I64(0)
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }

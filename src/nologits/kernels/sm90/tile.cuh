@@ -23,13 +23,18 @@
 #define FILTER 0       // some rows have filters: their candidates are gathered
 #define REST 0         // and some need the mass of all the others
 #endif
+#ifndef SCREEN
+#define SCREEN 0       // the head and the hidden states are 8-bit: logits are intervals (screen.cu)
+#endif
 
 constexpr int TILE_V = TURNS ? 128 : 256;
-constexpr int TILE_D = 64;                   // 128 bytes: the width of the swizzle
+constexpr int PITCH_BYTES = 128;             // of a row of a piece of operands: the width of the swizzle
+constexpr int TILE_D = PITCH_BYTES / (SCREEN ? 1 : 2);
 constexpr int SETS = TURNS ? ROWS / 64 : 1;  // of 64 rows, that a warpgroup has in each tile
 constexpr int CONSUMER_THREADS = 256;
-constexpr int WEIGHT_BYTES = TILE_V * TILE_D * 2;
-constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * TILE_D * 2;
+constexpr int PARTS_OF_ROW = SCREEN ? 2 : 1;  // hidden states of 8 bits come in two, each an operand of its own
+constexpr int WEIGHT_BYTES = TILE_V * PITCH_BYTES;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + PARTS_OF_ROW * ROWS * PITCH_BYTES;
 constexpr int IDS = TILE_V / 2;     // logits of a thread in a set
 constexpr int SLOTS = TILE_V / 8;   // their noise groups: half of them for each of its two rows
 constexpr int STAGED = SLOTS / 4;   // float4s that fit where the codes of a thread's set were
@@ -86,6 +91,10 @@ struct Row {
     float inverse;  // 1 / (T ln 2)
     float floor;    // a bound below this cannot win
     Candidate best;
+#if SCREEN
+    float first, second;         // what its bytes count for
+    float of_error, of_length;   // and an id's two lengths, in the bound
+#endif
 #if FILTER
     float peak;
     bool weighs;
@@ -127,6 +136,9 @@ __device__ __forceinline__ Row make_row(const Params& p, int warp_row, int offse
 #endif
     return {row, valid, warp_row < p.B, drawn, warp_drawn, gathered, row_stream(p, at), row_spread(temperature), row_inverse(temperature), LOWEST,
             {NOTHING_ORDER, NO_TOKEN, 0.0f},
+#if SCREEN
+            p.row_scales[at].x, p.row_scales[at].y, p.row_scales[at].z, p.row_scales[at].w,
+#endif
 #if FILTER
             -infinity(), valid && filters.mass_of_all(), 0.0
 #endif

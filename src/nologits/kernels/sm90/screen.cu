@@ -1,0 +1,115 @@
+// The screen of a draw: all tokens' scores from a head of 8 bits, as intervals, and those that could win.
+//
+// w_v = s_v q_v + e_v, a token's weights and their bytes; h = a (q1 + q2 / 254) + r, a row's hidden state and its two parts of bytes. The
+// products of bytes are whole numbers, without error, so
+//
+//     | h . w_v - s_v a (q1 + q2 / 254) . q_v |  <=  |h| |e_v| + |r| (|w_v| + |e_v|)
+//
+// by Cauchy and Schwarz. screen.py makes both sides' lengths, rounded up, and adds to the second what the conversion to fp32 takes here and
+// what a dot product in fp32 takes in rescore.cu. All that follows (bias, scale > 0, cap, logit bias, noise) grows with the logit, and so do
+// its roundings: a score lies between those of the ends of its interval.
+//
+// The tiles are the draw's (categorical.cu), of upper bounds: no token is passed over whose upper score reaches the best lower score so
+// far. Those are written down, about 500 a row, of which rescore.cu takes the few that reach the best of all blocks.
+#ifndef SCREEN
+#define SCREEN 1
+#endif
+#include "draw.cuh"
+#include "pipeline.cuh"
+
+static_assert(TURNS && SETS == 1 && CLUSTER == 1, "a set for each part of the rows' bytes");
+
+// Upper bounds of the head's products, from those of bytes.
+__device__ __forceinline__ void make_uppers(float (&x)[IDS], const int (&products)[2][IDS], const Params& p, const Row (&rows)[2], int v0) {
+#pragma unroll
+    for (int i = 0; i < IDS / 2; i += 2) {
+        const int id = v0 + offset_at(i);
+        const float2 scale = *reinterpret_cast<const float2*>(p.id_scales + id), error = *reinterpret_cast<const float2*>(p.id_errors + id),
+                     length = *reinterpret_cast<const float2*>(p.id_lengths + id);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int at = register_at(i + j, h);
+                const float middle = (j ? scale.y : scale.x) * fmaf(rows[h].first, __int2float_rn(products[0][at]), rows[h].second * __int2float_rn(products[1][at]));
+                x[at] = middle + fmaf(rows[h].of_error, j ? error.y : error.x, rows[h].of_length * (j ? length.y : length.x));
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void make_all_bounds(const Row (&rows)[2], u32* codes, int id0) {
+#if !GREEDY
+#pragma unroll
+    for (int part = 0; part < SLOTS / 2; ++part) make_bounds(rows, codes, id0, part);
+#endif
+}
+
+__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* all_codes) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warpgroup = warp >> 2, warp_row = blockIdx.x * ROWS + 16 * (warp & 3);
+    const int steps = (p.D + TILE_D - 1) / TILE_D;
+    u32* const codes = all_codes + warp * WARP_CODES;
+    Row rows[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) rows[h] = make_row(p, warp_row, (lane >> 2) + 8 * h);
+
+    int products[2][IDS];
+    float x[IDS];
+    Ring ring;
+    u32 turn_parity = 0;
+    int q = warpgroup;
+    if (q == 1) ring.skip(steps);
+    for (; tile_at(q) < p.tiles; q += 2) {
+        const int tile = tile_at(q), v0 = tile * TILE_V + 2 * (lane & 3), id0 = first_id(p) + v0;
+        if (rows[0].warp_valid) {  // while the other warpgroup multiplies
+            __syncwarp();
+            make_all_bounds(rows, codes, id0);
+        }
+        if (q > 0) {
+            barrier_wait(turn + 8 * warpgroup, turn_parity);
+            turn_parity ^= 1;
+        }
+        const int last = multiply(products, steps, stages, full, empty, ring, [](int) {});
+        if (lane == 0) barrier_arrive(turn + 8 * (warpgroup ^ 1));
+        wgmma_wait<0>();
+        release(empty, last);
+        ring.skip(steps);
+        if (!rows[0].warp_valid) continue;
+        __syncwarp();
+        make_uppers(x, products, p, rows, v0);
+        head_transform(x, p, v0, (tile + 1) * TILE_V);
+        request_transform(x, p, rows, v0, (tile + 1) * TILE_V);
+        draw(x, p, rows, codes, id0);
+    }
+
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int best = over_row(rows[h].best.order, [](int a, int b) { return max(a, b); });
+        if ((lane & 3) == 0 && rows[h].valid) atomicMax(&p.floors[rows[h].row], turned(best));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
+    screen_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap hidden, const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // the swizzle needs stages at multiples of 1,024 bytes
+    const u32 stages = shared_address(memory);
+    u32* const codes = reinterpret_cast<u32*>(memory + STAGES * STAGE_BYTES);
+    const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
+    if (stages & 1023) __trap();
+    allow_dependents();
+    if (threadIdx.x == 0) {
+        prefetch_map(&weight);
+        prefetch_map(&hidden);
+        begin_pipeline(full, empty, turn);
+    }
+    wait_for_primary();  // that made the rows' bytes
+    __syncthreads();
+    if (threadIdx.x >= CONSUMER_THREADS) {
+        give_registers<24>();
+        Ring ring;
+        if (threadIdx.x == CONSUMER_THREADS) produce(&weight, &hidden, p, blockIdx.x * ROWS, stages, full, empty, ring);
+    } else {
+        take_registers<240>();
+        consume(p, stages, full, empty, turn, codes);
+    }
+}

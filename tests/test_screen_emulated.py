@@ -1,0 +1,217 @@
+"""The screened draw's kernels, compiled for the CPU: the tokens of exact scores, from a head of 8 bits."""
+
+import ctypes
+import functools
+import platform
+import runpy
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import nologits as nl
+from nologits.params import make_rows
+from nologits.screen import make_screen, screen_rows
+from nologits.sources import HiddenSource
+
+GXX = shutil.which("g++")
+pytestmark = pytest.mark.skipif(GXX is None or platform.machine() != "x86_64", reason="needs g++ and an x86-64 processor")
+
+TOOLS = runpy.run_path(str(Path(__file__).parent / "emulated" / "build.py"))
+SOURCES = Path(nl.__file__).parent / "kernels" / "sm90"
+V, D = 3_000, 192
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory):
+    """``build(defines)``: the loaded library of a kernel under these macros."""
+    folder = tmp_path_factory.mktemp("emulated")
+    TOOLS["copy_sources"](SOURCES, folder)
+    return functools.cache(lambda defines, name="screen": TOOLS["build"](GXX, folder, defines, name))
+
+
+class Operands(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("hidden", "weight")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("stride_hidden", "stride_weight")]
+
+
+@pytest.fixture
+def draw(build, monkeypatch):
+    """``draw(head, hidden, params)``: tokens; ``draw.how`` has what is shuffled, broken and seen."""
+    module = TOOLS["launcher"]("categorical_sm90")
+    screened = TOOLS["launcher"]("screen_sm90")
+    how = SimpleNamespace(seed=0, poison=0xFF, processors=5, spoil=lambda screen, states: None, state=None, params=None)
+
+    def load(name, entry, threads, shared, defines, index):
+        def launch(grid, arguments, device, dependent=False):
+            params = next(part for part in arguments if isinstance(part, module.Params))
+            library = build((*defines, ("RESCORE", 1)) if name == "rescore" else (*defines,))
+            assert library.params_bytes() == ctypes.sizeof(params)
+            library.launch.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 3, ctypes.c_ulonglong, ctypes.c_int]
+            first, second, operands = how.state
+            failure = library.launch(
+                ctypes.addressof(params), first.data_ptr(), second.data_ptr(), ctypes.addressof(operands),
+                *grid, shared, how.seed, how.poison,
+            )  # fmt: skip
+            assert not failure, f"{name}: {failure.decode()}"
+
+        return SimpleNamespace(launch=launch)
+
+    for part in (module, screened):
+        monkeypatch.setattr(part, "load", load, raising=False)
+        monkeypatch.setattr(part, "tensor_map", lambda *arguments: None)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: how.processors)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def launch(head, hidden, params):
+        screen, states = make_screen(head.spec.weight), screen_rows(hidden)
+        how.spoil(screen, states)
+        products = states.parts.double() @ screen.weight.double().T
+        assert products.abs().max() < 2**31
+        first, second = products.int().contiguous().chunk(2)
+        weight = head.spec.weight
+        how.state = (first, second, Operands(hidden.data_ptr(), weight.data_ptr(), hidden.stride(0), weight.stride(0)))
+        rows = make_rows(params, len(hidden), head.spec.vocab_size, hidden.device)
+        drawn, left = screened.launch_screened(HiddenSource(hidden, head.spec), screen, states, rows)
+        return drawn.tokens[:, 0], left
+
+    launch.how = how
+    return launch
+
+
+def operands(batch=9, kind="gauss", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(V, D, generator=generator) * 5 / D**0.5
+    hidden = torch.randn(batch, D, generator=generator)
+    if kind == "outliers":
+        weight[::7, 3] *= 40
+        hidden[:, 5] *= 30
+    elif kind == "norms":
+        weight *= torch.logspace(-3, 0.5, V)[:, None]
+    elif kind == "near ties":
+        state = hidden[:1].bfloat16().float()  # which has all but the same logit from every token
+        weight += (10.0 + 0.01 * torch.randn(V, 1, generator=generator) - weight @ state.T) @ state / state.square().sum()
+        hidden = hidden[:1]
+    elif kind == "twins":
+        weight = weight[torch.randint(V // 3, (V,), generator=generator)]
+        weight[::11] = 0
+    return weight.bfloat16(), hidden.bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["gauss", "outliers", "norms", "twins"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
+def test_tokens_are_the_references(draw, kind, temperature):
+    weight, hidden = operands(kind=kind)
+    head, params = nl.LMHead(weight), nl.SamplingParams(temperature=temperature, seed=torch.arange(9))
+    tokens, left = draw(head, hidden, params)
+    assert left.tolist() == [0] * 10
+    assert torch.equal(tokens, head.sample(hidden, params, impl="reference").tokens)
+
+
+def test_transforms_bias_and_masks(draw):
+    weight, hidden = operands()
+    generator = torch.Generator().manual_seed(4)
+    allowed = torch.randint(-(2**31), 2**31, (9, -(-V // 32)), generator=generator).int()
+    allowed[3] = 0
+    head = nl.LMHead(weight, torch.randn(V, generator=generator) * 3, scale=0.5, softcap=8.0)
+    for extra in (
+        {},
+        {"logit_bias": torch.randn(9, V, generator=generator)},
+        {"logit_bias": (torch.tensor([[3, 2_999]]).expand(9, -1), torch.tensor([[4.0, 5.0]]).expand(9, -1))},
+        {"allowed_tokens": allowed},
+    ):
+        params = nl.SamplingParams(temperature=0.6, seed=torch.arange(9), **extra)
+        tokens, left = draw(head, hidden, params)
+        assert left[0] == 0
+        assert torch.equal(tokens, head.sample(hidden, params, impl="reference").tokens), list(extra)
+
+
+def test_what_is_not_finite_is_left_or_scored(draw):
+    weight, hidden = operands()
+    hidden[1, 3], hidden[2, 7] = float("inf"), float("nan")
+    weight[5, 1] = float("inf")
+    params = nl.SamplingParams(seed=torch.arange(9))
+    tokens, left = draw(nl.LMHead(weight), hidden, params)
+    assert left.tolist() == [2, 0, 1, 1, 0, 0, 0, 0, 0, 0]
+    want = nl.LMHead(weight).sample(hidden, params, impl="reference").tokens
+    for row in (0, 3, 4, 5, 6, 7, 8):
+        assert tokens[row] == want[row]
+
+
+def test_the_bound_holds_and_is_needed(draw):
+    """Hidden states along a token's quantisation error come near the bound. The control: bounds of a sixteenth lose tokens."""
+    weight, _ = operands(seed=3)
+    screen = make_screen(weight)
+    error = weight.double() - screen.scales[:V, None].double() * screen.weight.double()
+    hidden = torch.nn.functional.normalize(error[:64]).mul(8).bfloat16()
+    states = screen_rows(hidden)
+    middle = (
+        states.scales[:, :1].double() * states.parts[:64].double() + states.scales[:, 1:2].double() * states.parts[64:].double()
+    ) @ (screen.scales[:V, None].double() * screen.weight.double()).T
+    off = (hidden.double() @ weight.double().T - middle).abs()
+    bound = (
+        states.scales[:, 2:3].double() * screen.errors[:V].double()
+        + states.scales[:, 3:].double() * screen.lengths[:V].double()
+    )
+    assert (off <= bound).all()
+    assert (off / bound).max() > 0.9
+
+    hidden = hidden[:9]
+    params = nl.SamplingParams(temperature=0.02, seed=torch.arange(9))
+    want = nl.LMHead(weight).sample(hidden, params, impl="reference").tokens
+    assert torch.equal(draw(nl.LMHead(weight), hidden, params)[0], want)
+
+    def shrink(screen, states):
+        states.scales[:, 2:] /= 16
+
+    def stale(screen, states):
+        screen.weight[:] = screen.weight.roll(1, 0)
+
+    def count_wrong():
+        wrong = 0
+        for seed in range(8):
+            weight, hidden = operands(seed=seed, kind="near ties")
+            head, params = nl.LMHead(weight), nl.SamplingParams(temperature=0.0)
+            wrong += int((draw(head, hidden, params)[0] != head.sample(hidden, params, impl="reference").tokens).sum())
+        return wrong
+
+    assert count_wrong() == 0
+    for spoil in (shrink, stale):
+        draw.how.spoil = spoil
+        assert count_wrong() > 0
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_order_of_threads_changes_nothing(draw, order):
+    weight, hidden = operands()
+    params = nl.SamplingParams(seed=torch.arange(9))
+    first, _ = draw(nl.LMHead(weight), hidden, params)
+    draw.how.seed, draw.how.poison, draw.how.processors = order, 0, 3
+    assert torch.equal(draw(nl.LMHead(weight), hidden, params)[0], first)
+
+
+class RowArguments(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("hidden", "parts", "scales")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("stride", "pitch")] + [(name, ctypes.c_int) for name in ("B", "D")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_rows_bytes_are_the_specifications(build, dtype):
+    hidden = torch.randn(6, D, generator=torch.Generator().manual_seed(0)).to(dtype)
+    hidden[1] *= 1e-3
+    hidden[2] = 0
+    hidden[3, 7], hidden[4, 9] = float("inf"), float("nan")
+    parts, scales = torch.empty(12, D, dtype=torch.int8), torch.empty(6, 4)
+    library = build((("OPERAND", '"bf16"' if dtype == torch.bfloat16 else '"f16"'),), "screen_rows")
+    library.launch.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_int]
+    given = RowArguments(hidden.data_ptr(), parts.data_ptr(), scales.data_ptr(), hidden.stride(0), parts.stride(0), 6, D)
+    failure = library.launch(ctypes.addressof(given), 0, 0xFF)
+    assert not failure, failure.decode()
+    want = screen_rows(hidden)
+    finite = torch.tensor([True, True, True, False, False, True])
+    assert torch.equal(parts[finite.repeat(2)], want.parts[finite.repeat(2)])
+    torch.testing.assert_close(scales[finite], want.scales[finite], rtol=3e-7, atol=0.0)
+    assert not scales[~finite, 2].isfinite().any()
+    assert not want.scales[~finite, 2].isfinite().any()
