@@ -3,8 +3,10 @@
 import datetime
 import re
 import socket
+import sys
 import traceback
 import unittest.mock
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from nologits import likelihood, sharded
 from nologits.integrations.drawing import draw
 from nologits.integrations.eligibility import Request
 from nologits.integrations.rows import Batch, Keys, make_row
+from nologits.integrations.vllm import ranks
 from nologits.params import make_rows
 from nologits.sources import HiddenSource
 from nologits.streaming import RunningMass
@@ -168,6 +171,35 @@ def check_engine_draws(rank, world):
                     torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)
 
 
+def check_engine_ranks(rank, world):
+    """The vLLM plugin's parts of a head, cut as vLLM cuts it, and the one decision that its ranks come to."""
+    group = SimpleNamespace(world_size=world, rank_in_group=rank, cpu_group=dist.group.WORLD, device_group=dist.group.WORLD)
+    stand_in = {"vllm": ModuleType("vllm"), "vllm.distributed": SimpleNamespace(get_tp_group=lambda: group)}
+    with unittest.mock.patch.dict(sys.modules, stand_in):
+        assert ranks.agree("") == ""
+        assert ranks.agree("mine" if rank == world - 1 else "") == "mine"
+        assert ranks.agree(f"that of rank {rank}" if rank else "") == "that of rank 1"
+        hidden, weight, bias = operands()
+        rows = -(-V // 64) * 64 // world
+        padding = (0, rows * world - V)
+        weight, bias = torch.nn.functional.pad(weight, (0, 0, *padding)), torch.nn.functional.pad(bias, padding)
+        mine = slice(rank * rows, (rank + 1) * rows)
+        head = ranks.make_part(weight[mine], bias[mine], 0.5, 30.0, V)
+        params = nl.SamplingParams(seed=5, top_k=40)
+        want = nl.LMHead(weight, bias, 0.5, 30.0, V).sample(hidden, params, logprobs=True)
+        got = head.sample(hidden, params, logprobs=True)
+        assert torch.equal(got.tokens, want.tokens)
+        torch.testing.assert_close(got.raw_logprobs, want.raw_logprobs)
+        part = SimpleNamespace(weight=weight[mine], tp_size=world)
+        assert ranks.is_split(part)
+        assert not ranks.is_split(SimpleNamespace(tp_size=1))
+        assert ranks.layout_obstacle(part, V) == ranks.layout_obstacle(part, rows * (world - 1) + 1) == ""
+        none_left = f"tokens in parts of {rows}, so that the last of {world} tensor parallel ranks has none"
+        assert none_left in ranks.layout_obstacle(part, rows * (world - 1))
+        other = SimpleNamespace(weight=weight[mine], tp_size=world + 1)
+        assert ranks.layout_obstacle(other, V) == f"the head is split over {world + 1} ranks, and the model over {world}"
+
+
 def check_group_merge(rank, world):
     """The group merge is exact in distribution, and is not if log-masses are missing or all shards share one noise."""
     rows, generator = 30_000, torch.Generator().manual_seed(5)
@@ -295,6 +327,7 @@ CHECKS = (
     check_sets,
     check_scores,
     check_engine_draws,
+    check_engine_ranks,
     check_two_logits,
     check_group_merge,
     check_unseeded,
@@ -307,7 +340,7 @@ def work(rank, world, port, results):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     try:
-        for check in CHECKS if world < 8 else CHECKS[:4]:
+        for check in CHECKS if world < 8 else CHECKS[:5]:
             check(rank, world)
         results.put((rank, ""))
     except BaseException:
