@@ -173,8 +173,7 @@ def merge(stock: Logprobs | None, drawn: Drawn, index: Tensor, batch: int) -> Lo
     logprobs = torch.nn.functional.pad(stock.logprobs, (0, missing), value=float("-inf"))
     ids[index, : ours.ids.shape[1]] = ours.ids.to(ids.dtype)
     logprobs[index, : ours.ids.shape[1]] = ours.logprobs
-    ranks = stock.ranks.index_copy(0, index, ours.ranks.to(stock.ranks.dtype))
-    return Logprobs(ids, logprobs, ranks)
+    return Logprobs(ids, logprobs, stock.ranks.index_copy(0, index, ours.ranks.to(stock.ranks.dtype)))
 
 
 def _config_obstacle(config: Any, device: torch.device) -> str:
