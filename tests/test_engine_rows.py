@@ -1,6 +1,7 @@
 """What the plugins of engines share: eligibility, counters, rows of a batch, and a step's draw. No engine is needed."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -194,3 +195,34 @@ def test_registration_never_raises(monkeypatch):
     monkeypatch.setenv(plugin.SWITCH, "0")
     plugin.register()
     assert plugin.status().reason == "NOLOGITS_VLLM=0"
+
+
+def test_split_heads_stay_off_gpus():
+    from nologits.integrations.vllm import ranks
+
+    assert ranks.device_obstacle(CPU) == ""
+    assert ranks.device_obstacle(torch.device("cuda", 1)) == (
+        "the head is split over tensor parallel ranks, and a sharded draw has no kernels on a GPU yet"
+    )
+
+
+def test_a_failed_draw_of_a_split_head_is_not_done_by_one_rank_alone():
+    """Its other ranks may wait in the draw's exchange. What the library refuses, all ranks leave to the engine."""
+    from nologits.integrations.vllm import plugin
+    from nologits.integrations.vllm.session import Session
+
+    def session(split):
+        made = Session.__new__(Session)
+        made.site = SimpleNamespace(split=split)
+        return made
+
+    plugin.reset_counters()
+    lost = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        session(True).draw_failed(lost, 2)
+    assert plugin.counters()["errors"] == 0
+    session(True).draw_failed(ValueError("top_p must be in [0, 1], got 7"), 2, ["penalties"])
+    session(False).draw_failed(lost, 1)
+    told = {"steps": 2, "taken": 0, "fallbacks": {"error in nologits": 3, "penalties": 1}, "errors": 2}
+    assert plugin.counters() == told
+    plugin.reset_counters()

@@ -3,16 +3,25 @@
 import datetime
 import re
 import socket
+import sys
 import traceback
 import unittest.mock
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import nologits as nl
-from nologits import sharded
+from nologits import likelihood, sharded
+from nologits.integrations.drawing import draw
+from nologits.integrations.eligibility import Request
+from nologits.integrations.rows import Batch, Keys, make_row
+from nologits.integrations.vllm import ranks
+from nologits.params import make_rows
+from nologits.sources import HiddenSource
 from nologits.streaming import RunningMass
 from nologits.testing import chi_squared, count_tokens
 
@@ -102,6 +111,93 @@ def check_sets(rank, world):
             assert torch.equal(got.ids, want.ids), name
             assert torch.equal(got.logits, want.logits), name
             torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def check_scores(rank, world):
+    """Log-probabilities and ranks of given tokens, which lie in every shard, at its first and last id too."""
+    hidden, weight, bias = operands()
+    start, stop = CUTS[world][rank : rank + 2]
+    arguments = {"scale": 0.5, "softcap": 30.0}
+    head = nl.LMHead(weight[start:stop], bias[start:stop], **arguments, vocab_size=V, group=dist.group.WORLD, vocab_start=start)
+    whole = HiddenSource(hidden, nl.LMHead(weight, bias, **arguments).spec)
+    edges = torch.tensor([0, *(id for cut in CUTS[world][1:-1] for id in (cut - 1, cut)), V - 1, 3, 999])
+    told = []
+    for name in ("nothing", "sparse and mask"):
+        for temperature in (1.0, 0.0, torch.tensor([0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0])):
+            rows = make_rows(nl.SamplingParams(temperature, **transforms()[name]), 7, V, hidden.device, noise=False)
+            for first in range(0, len(edges), 3):
+                tokens = edges.roll(first).repeat(7)[:7]
+                got, want = sharded.score(head.shard, hidden, rows, tokens), likelihood.score(whole, rows, tokens)
+                torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5, equal_nan=True)
+                assert torch.equal(got[1], want[1]), (name, got[1], want[1])
+                told += got[1].tolist()
+    assert len(set(told)) > 20
+
+
+ASKED = [
+    Request(temperature=0.0, logprobs=2, top_k=3, top_p=0.5),
+    Request(temperature=0.7, top_k=20, seed=3),
+    Request(temperature=1.2, top_p=0.8, seed=-4, logprobs=9),
+    Request(temperature=1.0, min_p=0.1, seed=2**64 - 2, logit_bias={5: 2.0, 900: -1.5}),
+    Request(temperature=1.0, seed=2**63, allowed_tokens=[1, 31, 32, 63, 996]),
+    Request(temperature=0.9, logit_bias={7: 50.0}),
+    Request(temperature=20.0, top_p=0.99),
+]
+
+
+def check_engine_draws(rank, world):
+    """A step of an engine's plugin: tokens, lists, log-probabilities and ranks are those of one process."""
+    hidden, weight, bias = operands()
+    start, stop = CUTS[world][rank : rank + 2]
+    shard = {"vocab_size": V, "group": dist.group.WORLD, "vocab_start": start, "validate": False}
+    head, whole = nl.LMHead(weight[start:stop], bias[start:stop], **shard), nl.LMHead(weight, bias)
+    assert head.vocab_size == whole.vocab_size == V
+    assert f"V={V}" in repr(head)
+    assert f"ids {start} to {stop - 1}" in repr(head)
+    grammar = {1: np.full(-(-V // 32), 0x55555555, dtype=np.int32), 6: np.array([0b1011], dtype=np.int32)}
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        for masks in (None, grammar):
+            for asked in (ASKED, [Request(seed=9, logprobs=0)], [Request(top_k=5)]):
+                keys = Keys(0)  # every rank gives out the same
+                batch = Batch([make_row(request, V, keys) for request in asked], V, hidden.device)
+                some = {row: mask for row, mask in (masks or {}).items() if row < len(asked)}
+                step = (hidden[: len(asked)], batch, np.arange(len(asked)), some, mode)
+                got, want = draw(head, *step), draw(whole, *step)
+                assert torch.equal(got.tokens, want.tokens), (mode, got.tokens, want.tokens)
+                for part in ("ids", "ranks"):
+                    ours, theirs = getattr(got, part), getattr(want, part)
+                    assert theirs is None if ours is None else torch.equal(ours, theirs), (mode, part)
+                if want.logprobs is not None:
+                    torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def check_engine_ranks(rank, world):
+    """The vLLM plugin's parts of a head, cut as vLLM cuts it, and the one decision that its ranks come to."""
+    group = SimpleNamespace(world_size=world, rank_in_group=rank, cpu_group=dist.group.WORLD, device_group=dist.group.WORLD)
+    stand_in = {"vllm": ModuleType("vllm"), "vllm.distributed": SimpleNamespace(get_tp_group=lambda: group)}
+    with unittest.mock.patch.dict(sys.modules, stand_in):
+        assert ranks.agree("") == ""
+        assert ranks.agree("mine" if rank == world - 1 else "") == "mine"
+        assert ranks.agree(f"that of rank {rank}" if rank else "") == "that of rank 1"
+        hidden, weight, bias = operands()
+        rows = -(-V // 64) * 64 // world
+        padding = (0, rows * world - V)
+        weight, bias = torch.nn.functional.pad(weight, (0, 0, *padding)), torch.nn.functional.pad(bias, padding)
+        mine = slice(rank * rows, (rank + 1) * rows)
+        head = ranks.make_part(weight[mine], bias[mine], 0.5, 30.0, V)
+        params = nl.SamplingParams(seed=5, top_k=40)
+        want = nl.LMHead(weight, bias, 0.5, 30.0, V).sample(hidden, params, logprobs=True)
+        got = head.sample(hidden, params, logprobs=True)
+        assert torch.equal(got.tokens, want.tokens)
+        torch.testing.assert_close(got.raw_logprobs, want.raw_logprobs)
+        part = SimpleNamespace(weight=weight[mine], tp_size=world)
+        assert ranks.is_split(part)
+        assert not ranks.is_split(SimpleNamespace(tp_size=1))
+        assert ranks.layout_obstacle(part, V) == ranks.layout_obstacle(part, rows * (world - 1) + 1) == ""
+        none_left = f"tokens in parts of {rows}, so that the last of {world} tensor parallel ranks has none"
+        assert none_left in ranks.layout_obstacle(part, rows * (world - 1))
+        other = SimpleNamespace(weight=weight[mine], tp_size=world + 1)
+        assert ranks.layout_obstacle(other, V) == f"the head is split over {world + 1} ranks, and the model over {world}"
 
 
 def check_group_merge(rank, world):
@@ -226,14 +322,25 @@ def check_absent_rank(rank, world):
         raises(name, lambda: head.sample(hidden, nl.SamplingParams(seed=1)))
 
 
-CHECKS = (check_tokens, check_sets, check_two_logits, check_group_merge, check_unseeded, check_disagreement, check_absent_rank)
+CHECKS = (
+    check_tokens,
+    check_sets,
+    check_scores,
+    check_engine_draws,
+    check_engine_ranks,
+    check_two_logits,
+    check_group_merge,
+    check_unseeded,
+    check_disagreement,
+    check_absent_rank,
+)
 
 
 def work(rank, world, port, results):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     try:
-        for check in CHECKS if world < 8 else CHECKS[:2]:
+        for check in CHECKS if world < 8 else CHECKS[:5]:
             check(rank, world)
         results.put((rank, ""))
     except BaseException:

@@ -313,6 +313,53 @@ def test_unseeded_requests(vllm_run, models):
     assert not {tuple(row) for row in first} & {tuple(row) for row in other}
 
 
+SPLIT = [
+    {"temperature": 0, "logprobs": 5, "prompt_logprobs": 2},
+    *({**one, "logprobs": place} for place, one in enumerate(SEEDED)),
+    {"temperature": 1.0, "logprobs": 0},
+    {"temperature": 2.0, "top_p": 0.99, "logprobs": 20},
+]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_tensor_parallel_ranks(vllm_run, models, runner):
+    """A head in two parts, the second padded: greedy as vLLM's own, else the tokens and log-probabilities of one rank."""
+    penalty = {"temperature": 0, "presence_penalty": 1.5, "logprobs": 2}
+    batches = [
+        requests([{**one, "max_tokens": 10} for one in GREEDY]),
+        requests(SPLIT),
+        requests([{"temperature": 1.0, "seed": 11, "logprobs": 4}, penalty, {"temperature": 0}]),
+    ]
+    two = {"model": models["Llama"], "settings": {"tensor_parallel_size": 2}, "batches": batches}
+    ours, stock, one = vllm_run(
+        [two, {**two, "plugin": "0", "batches": batches[::2]}, {"model": models["Llama"], "batches": batches}], runner=runner
+    )["engines"]
+    taken = 2 * 10 + 8 * len(SPLIT) + 2 * 8
+    assert stock["workers"] == []
+    assert len(ours["workers"]) == 2
+    for (active, _, runners), counters in ours["workers"]:
+        assert active
+        assert runner in runners
+        assert (counters["taken"], counters["fallbacks"], counters["errors"]) == (taken, {"penalties": 8}, 0)
+    assert [tokens(batch) for batch in ours["batches"]] == [tokens(batch) for batch in one["batches"]]
+    assert tokens(ours["batches"][0]) == tokens(stock["batches"][0])
+    assert tokens(ours["batches"][2])[1:] == tokens(stock["batches"][1])[1:]
+    assert tokens(ours["batches"][2])[0] != tokens(stock["batches"][1])[0]  # its seed's noise is ours: vLLM did not draw it
+    for mine, theirs in zip(ours["batches"], one["batches"], strict=True):
+        told = zip((a for (a,) in mine), (b for (b,) in theirs), strict=True)
+        assert all(same_lists(a["logprobs"], b["logprobs"]) for a, b in told)
+    (greedy, _), (expected, _) = ours["batches"][0], stock["batches"][0]
+    assert same_lists(greedy[0]["logprobs"], expected[0]["logprobs"])
+    assert len(ours["batches"][1][0][0]["prompt_logprobs"]) == len(PROMPTS[0])
+
+
+def same_lists(ours, stock):
+    """The log-probabilities of a request are those of another, ranks too."""
+    steps = list(zip(ours or [], stock or [], strict=True))
+    ranks = [[{token: rank for token, (_, rank) in step.items()} for step in pair] for pair in steps]
+    return all(close(*pair) for pair in steps) and all(a == b for a, b in ranks)
+
+
 def test_soak(vllm_run, models):
     """A thousand short requests with random parameters: no id outside what is allowed, no error, each row with who drew it."""
     chance = random.Random(5)

@@ -1,6 +1,7 @@
 """One vLLM process of ``test_vllm.py``: ``python vllm_job.py JOB.json``, which says where the results go.
 
-A process each, because the plugin is hooked once a process, and so is the choice of the model runner.
+A process each, because the plugin is hooked once a process, and so is the choice of the model runner. An engine on several
+tensor parallel ranks starts workers in processes of their own, which switch the plugin on or off by themselves.
 """
 
 import json
@@ -27,19 +28,28 @@ def main():
     if job["runner"] == "V2":
         os.environ["TRITON_INTERPRET"] = "1"
         pretend_triton_has_a_cpu_backend()
+    if any("tensor_parallel_size" in engine.get("settings", {}) for engine in job["engines"]):
+        # A split embedding is compiled even under enforce_eager: seconds a worker, and not with the Triton that is pretended.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from vllm import LLM
 
     from nologits.integrations import vllm as plugin
 
     draws = record_draws() if job.get("record") else None
-    engines = []
+    engines, switch = [], os.environ["NOLOGITS_VLLM"]
     for engine in job["engines"]:
         settings = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "max_num_seqs": 64}
         settings["skip_tokenizer_init"] = not os.path.exists(f"{engine['model']}/tokenizer.json")
-        llm = LLM(engine["model"], **{**settings, **engine.get("settings", {})})
+        settings |= engine.get("settings", {})
+        os.environ["NOLOGITS_VLLM"] = engine.get("plugin", switch)  # of workers in processes of their own
+        llm = LLM(engine["model"], **settings)
         plugin.reset_counters()
         batches = [run(llm, batch) for batch in engine["batches"]]
-        engines.append({"batches": batches, "counters": plugin.counters(), "preemptions": preemptions(llm)})
+        told = {"batches": batches, "counters": plugin.counters(), "preemptions": preemptions(llm)}
+        if settings.get("tensor_parallel_size", 1) > 1:
+            told["workers"] = workers(llm)
+            llm.llm_engine.engine_core.shutdown()
+        engines.append(told)
         del llm
     if draws is not None:
         import torch
@@ -54,6 +64,13 @@ def run(llm, batch):
     prompts = [{"prompt_token_ids": r["prompt"]} if isinstance(r["prompt"], list) else r["prompt"] for r in batch]
     outputs = llm.generate(prompts, [sampling_params(r["params"]) for r in batch], use_tqdm=False)
     return [[result(output, one) for one in output.outputs] for output in outputs]
+
+
+def workers(llm):
+    """Status and counters of each worker; nothing where the plugin is off."""
+    if os.environ["NOLOGITS_VLLM"] == "0":
+        return []
+    return list(zip(llm.collective_rpc("nologits_status"), llm.collective_rpc("nologits_counters"), strict=True))
 
 
 def preemptions(llm):
@@ -113,3 +130,5 @@ def record_draws():
 
 if __name__ == "__main__":
     main()
+elif os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # a worker's process
+    pretend_triton_has_a_cpu_backend()

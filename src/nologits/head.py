@@ -106,6 +106,11 @@ class LMHead:
 
         return api.select((hidden, self), **parameters)
 
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of real tokens; of all shards together if this is one."""
+        return self.spec.vocab_size if self.shard is None else self.shard.vocab_size
+
     def __repr__(self) -> str:
         w = self.spec
         extra = "".join(
@@ -114,7 +119,8 @@ class LMHead:
             if value != neutral
         )
         bias = ", bias" if w.bias is not None else ""
-        return f"LMHead(V={w.vocab_size}, D={w.weight.shape[1]}, {w.weight.dtype}, {w.weight.device}{bias}{extra})"
+        shard = "" if self.shard is None else f", ids {self.shard.start} to {self.shard.start + w.vocab_size - 1}"
+        return f"LMHead(V={self.vocab_size}, D={w.weight.shape[1]}, {w.weight.dtype}, {w.weight.device}{bias}{extra}{shard})"
 
 
 def _make_shard(

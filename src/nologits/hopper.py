@@ -18,12 +18,13 @@ from torch import Tensor
 from . import filtered, fused
 from .distribution import log_softmax_at
 from .kernels.arguments import tma_fits
-from .kernels.categorical_sm90 import launch_draw
+from .kernels.categorical_sm90 import launch_draw, launch_select
 from .kernels.config import FILTERED_ROWS, HopperConfig, hopper_config
 from .kernels.filters_sm90 import launch_filtered_draw, launch_mask
 from .params import RowParams
 from .selection import order_words, token_of
 from .sources import HiddenSource, LogitsSource, Source, transform
+from .tops import MAX_TOP
 from .types import Candidates, Samples, TopTokens
 
 
@@ -53,7 +54,13 @@ def filter_logits(logits: Tensor, rows: RowParams, out: Tensor, mask_value: floa
 
 
 def select(source: HiddenSource | LogitsSource, rows: RowParams, width: int) -> Candidates:
-    """The kept set of each row, sorted, in ``width`` columns: filtered by the kernel, ordered by torch."""
+    """The kept set of each row, sorted, in ``width`` columns.
+
+    Small sets of a head come from the draw's own pass. Others are filtered by the kernel that reads logits, and ordered by
+    torch.
+    """
+    if isinstance(source, HiddenSource) and 0 < width <= MAX_TOP and not obstacle(source, rows, 1, False):
+        return _select_fused(source, rows, width)
     made: Source = fused.KernelSource(source) if isinstance(source, HiddenSource) else source
     return filtered.select(made, rows, width, _rank_kept)
 
@@ -117,6 +124,18 @@ def joined(parts: list[Samples]) -> Samples:
         return None if pieces[0] is None else torch.cat(list(pieces))
 
     return Samples(*map(join, zip(*parts, strict=True)))
+
+
+def _select_fused(source: HiddenSource, rows: RowParams, width: int) -> Candidates:
+    """No kept set is larger than ``width``: that is the ``top_k`` of all rows, or the vocabulary."""
+    if not tma_fits(source.hidden):
+        source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
+    parts = []
+    for start in range(0, source.batch, FILTERED_ROWS):
+        stop = min(source.batch, start + FILTERED_ROWS)
+        some = source.rows(start, stop)
+        parts.append(launch_select(some, rows.block(start, stop), config_for(some), width))
+    return parts[0] if len(parts) == 1 else Candidates(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, processed: bool, raw: bool) -> Samples:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import candidates, filtered, tops
+from . import candidates, filtered, likelihood, tops
 from .groups import group_noise
 from .head import HeadSpec
 from .params import RowParams, SamplingParams
@@ -190,6 +190,22 @@ def top_tokens(shard: Shard, hidden: Tensor, rows: RowParams, count: int) -> Top
     return tops.settle(
         best, rows, shard.vocab_size, count, lambda start, stop: LogitsSource(_gather_logits(shard, source.rows(start, stop)))
     )
+
+
+def score(shard: Shard, hidden: Tensor, rows: RowParams, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """How likely given tokens are, the same on every rank; as :func:`nologits.likelihood.score`.
+
+    Two exchanges: the rank that has a token tells its logit, then all tell how many of theirs are at least as large.
+    """
+    source = HiddenSource(hidden, shard.head)
+    mine = (tokens >= shard.start) & (tokens < shard.start + source.vocab)
+    at_mine = likelihood.logits_at(source, rows, torch.where(mine, tokens, shard.start), shard.start)
+    # Only the rank that has the token adds to the sum.
+    picked = torch.stack(_gather(shard.group, at_mine.masked_fill(~mine[:, None], 0.0))).sum(0)
+    mass, others = likelihood.count_others(source, rows, tokens, picked, shard.start)
+    told = _gather_together(shard.group, {"mass": _packed(mass), "others": others[:, None]})
+    count = 1 + told["others"].sum(0).squeeze(1).long()
+    return _total(mass, told["mass"]).logprob(picked).squeeze(1), count
 
 
 def select(shard: Shard, hidden: Tensor, rows: RowParams, width: int) -> Candidates:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import likelihood
 from ..dispatch import resolve
-from ..head import HeadSpec, LMHead
+from ..head import LMHead
 from ..ops import make_source, run_top
 from ..params import RowParams, SamplingParams, make_rows
-from ..sources import scaled_and_capped, transform
-from ..streaming import RunningMass, vocabulary_chunks
+from ..types import TopTokens
 from .rows import Batch
 
 
@@ -52,14 +52,13 @@ def draw(
     if not wanted:
         return Drawn(tokens)
     rows = _scored_rows(batch, params, grammar, processed, hidden)
-    logprob, ranks = score(head.spec, hidden, rows, tokens)
+    logprob, ranks = _score(head, hidden, rows, tokens)
     if processed and out.logprobs is not None and rows.filtered:
         # Under filters the drawn token's share is that of the kept set. A greedy row has no filters.
         logprob = torch.where(batch.greedy, logprob, out.logprobs)
     ids, logprobs = tokens[:, None], logprob[:, None]
     if batch.num_top:
-        impl = resolve("auto", hidden.device)
-        top = run_top(make_source(hidden, head.spec, impl), rows, batch.num_top, impl)
+        top = _top(head, hidden, rows, batch.num_top)
         ids = torch.cat((ids, _with_others(tokens, top.ids, batch.vocab_size)), dim=1)
         logprobs = torch.cat((logprobs, top.logprobs), dim=1)
     return Drawn(tokens, ids, logprobs, ranks)
@@ -99,40 +98,19 @@ def _scored_rows(
     return make_rows(told, hidden.shape[0], batch.vocab_size, hidden.device, noise=False)
 
 
-def score(head: HeadSpec, hidden: Tensor, rows: RowParams, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-probability and the rank of given tokens, before filters.
+def _score(head: LMHead, hidden: Tensor, rows: RowParams, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability and rank of each row's token, as :func:`nologits.likelihood.score`."""
+    if head.shard is None:
+        return likelihood.score(make_source(hidden, head.spec, "torch"), rows, tokens)
+    from .. import sharded  # torch.distributed is not everywhere
 
-    One pass over the head in chunks.
-
-    Args:
-        head: the head.
-        hidden: ``[B, D]``.
-        rows: temperature, logit bias and mask; filters are not looked at.
-        tokens: int64 ``[B]``.
-
-    Returns:
-        fp32 ``[B]`` and int64 ``[B]``; a rank counts the tokens that are at least as likely, the given one included.
-    """
-    source = make_source(hidden, head, "torch")
-    picked = _logits_at(head, hidden, rows, tokens)
-    mass = RunningMass(source.batch, source.device, rows.temperature32, True)
-    ranks = torch.ones_like(tokens)
-    for start, stop in vocabulary_chunks(source):
-        logits = transform(source.chunk(start, stop), rows, start, stop)
-        mass.update(logits)
-        # The token itself is counted once, whatever the rounding of its logit here and in the chunk.
-        others = torch.arange(start, stop, device=hidden.device) != tokens[:, None]
-        ranks += ((logits >= picked) & others).sum(1)
-    return mass.logprob(picked).squeeze(1), ranks
+    return sharded.score(head.shard, hidden, rows, tokens)
 
 
-def _logits_at(head: HeadSpec, hidden: Tensor, rows: RowParams, tokens: Tensor) -> Tensor:
-    """fp32 ``[B, 1]``: each row's transformed logit at its token."""
-    logits = (hidden.float() * head.weight[tokens].float()).sum(1)
-    if head.bias is not None:
-        logits = logits + head.bias[tokens].float()
-    logits = scaled_and_capped(logits, head)
-    if rows.bias_ids is not None and rows.bias_values is not None:
-        here = rows.bias_ids == tokens[:, None]
-        logits = logits + torch.where(here, rows.bias_values, 0.0).sum(1)
-    return logits[:, None]
+def _top(head: LMHead, hidden: Tensor, rows: RowParams, count: int) -> TopTokens:
+    if head.shard is None:
+        impl = resolve("auto", hidden.device)
+        return run_top(make_source(hidden, head.spec, impl), rows, count, impl)
+    from .. import sharded
+
+    return sharded.top_tokens(head.shard, hidden, rows, count)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...head import LMHead
 from ...ops import make_source
+from . import ranks
 
 _PROBE_ROWS = 4
 _PROBE_TOLERANCE = 16.0
@@ -93,7 +94,7 @@ def install() -> None:
 
 
 class Site:
-    """A model's head as :class:`nologits.LMHead`, over the model's own weights.
+    """A model's head as :class:`nologits.LMHead`, over the model's own weights. All tensor parallel ranks make it together.
 
     Raises:
         ValueError: it cannot be reproduced; the message is the reason.
@@ -105,11 +106,16 @@ class Site:
         if obstacle:
             raise ValueError(obstacle)
         self._head, self._call = _make(call), call
-        self.vocab_size = self._head.spec.vocab_size
-        _compare(logits, make_source(call.hidden, self._head.spec, "torch").chunk(0, self.vocab_size), dtype)
+        self.vocab_size = self._head.vocab_size
+        _compare(logits, call.hidden, self._head, dtype)
 
     def __repr__(self) -> str:
         return repr(self._head)
+
+    @property
+    def split(self) -> bool:
+        """Other ranks have parts of it: a draw is an exchange."""
+        return self._head.shard is not None
 
     def head(self, call: Call) -> LMHead:
         """The head behind ``call``; it is read again where the model's weights were replaced."""
@@ -137,29 +143,34 @@ def _obstacle(call: Call) -> str:
     layer, lm_head = call.layer, call.lm_head
     if layer.logits_as_input:
         return "the model makes its logits in its own way"
-    if getattr(lm_head, "tp_size", 1) > 1:
-        return "the head is split over tensor parallel ranks"
     if not isinstance(lm_head.quant_method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)):
         return f"the head is quantised ({type(lm_head.quant_method).__name__})"
     if layer.head_dtype is not None and layer.head_dtype != call.hidden.dtype:
         return f"the head computes in {layer.head_dtype} on hidden states of {call.hidden.dtype}"
     if layer.scale <= 0:
         return f"the logits are scaled by {layer.scale}"
-    return ""
+    return ranks.layout_obstacle(lm_head, layer.org_vocab_size) if ranks.is_split(lm_head) else ""
 
 
 def _make(call: Call) -> LMHead:
     layer, scale = call.layer, float(call.layer.scale)
     # vLLM scales after the soft cap, LMHead before: s * c * tanh(x / c) = (s c) * tanh(s x / (s c)).
     softcap = None if layer.soft_cap is None else scale * float(layer.soft_cap)
-    return LMHead(call.lm_head.weight, call.bias, scale, softcap, layer.org_vocab_size)
+    make = ranks.make_part if ranks.is_split(call.lm_head) else LMHead
+    return make(call.lm_head.weight, call.bias, scale, softcap, layer.org_vocab_size)
 
 
-def _compare(logits: Tensor, ours: Tensor, dtype: torch.dtype) -> None:
-    """The model's own logits against ours: a step that it adds after the head shows here. Waits for the device, once."""
-    if logits.shape != ours.shape:
-        raise ValueError(f"the model's logits have shape {list(logits.shape)}, its head gives {list(ours.shape)}")
-    gap = (logits.float() - ours).abs().max()
+def _compare(logits: Tensor, hidden: Tensor, head: LMHead, dtype: torch.dtype) -> None:
+    """The model's own logits against ours: a step that it adds after the head shows here. Waits for the device, once.
+
+    vLLM gives every rank the logits of all; each compares those of its part.
+    """
+    wanted = [len(hidden), head.vocab_size]
+    if list(logits.shape) != wanted:
+        raise ValueError(f"the model's logits have shape {list(logits.shape)}, its head gives {wanted}")
+    ours = make_source(hidden, head.spec, "torch").chunk(0, head.spec.vocab_size)
+    start = 0 if head.shard is None else head.shard.start
+    gap = (logits[:, start : start + ours.shape[1]].float() - ours).abs().max()
     limit = _PROBE_TOLERANCE * torch.finfo(dtype).eps * ours.abs().max()
     if not bool(gap <= limit):
         raise ValueError("the model changes its logits after the head")

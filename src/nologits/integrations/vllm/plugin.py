@@ -100,15 +100,18 @@ def _install() -> Status:
             runners.append(name)
     if not runners:
         return Status(False, "neither model runner could be hooked")
-    _offer_counters()
+    _offer_to_workers()
     return Status(True, "", tuple(runners))
 
 
-def _offer_counters() -> None:
-    """Lets ``llm.collective_rpc("nologits_counters")`` find the counters in worker processes."""
+def _offer_to_workers() -> None:
+    """Lets ``llm.collective_rpc("nologits_counters")`` and ``"nologits_status"`` read them in worker processes."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     def nologits_counters(worker: Any) -> dict[str, Any]:
         return counters()
 
-    WorkerBase.nologits_counters = nologits_counters
+    def nologits_status(worker: Any) -> tuple[Any, ...]:
+        return tuple(status())
+
+    WorkerBase.nologits_counters, WorkerBase.nologits_status = nologits_counters, nologits_status

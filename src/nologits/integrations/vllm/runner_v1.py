@@ -120,8 +120,8 @@ class _Due:
         try:
             drawn = self.session.draw(step, grammar_by_row(self.grammar, runner.input_batch.req_ids))
             output = _output(drawn.tokens, logprobs_of(drawn)) if output is None else _merged(output, step.plan, drawn)
-        except Exception:
-            self.session.failed(len(step.plan.taken), step.plan.reasons)
+        except Exception as error:
+            self.session.draw_failed(error, len(step.plan.taken), step.plan.reasons)
             return stock(remake(step.call)) if output is None else output
         self.session.count(step.plan)
         return output

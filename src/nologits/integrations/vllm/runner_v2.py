@@ -74,8 +74,8 @@ class _Due:
                     self._whole_step(plan, hidden_states, batch), grammar_by_row(grammar_output, batch.req_ids)
                 )
                 output = self._output(drawn.tokens, logprobs_of(drawn), batch)
-            except Exception:
-                session.failed(count)
+            except Exception as error:
+                session.draw_failed(error, count)
                 return stock()
         else:
             recorder = Recorder(make_logits=True)
@@ -84,8 +84,8 @@ class _Due:
             try:
                 step = Step(plan, _only(recorder.calls, count), self._positions(batch))
                 output = _merged(output, plan, session.draw(step, grammar_by_row(grammar_output, batch.req_ids)))
-            except Exception:
-                session.failed(len(plan.taken), plan.reasons)
+            except Exception as error:
+                session.draw_failed(error, len(plan.taken), plan.reasons)
                 return output
         session.count(plan)
         return output

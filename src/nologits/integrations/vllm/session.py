@@ -14,7 +14,7 @@ from ..drawing import Drawn, draw
 from ..eligibility import obstacle
 from ..plans import Entry, Plan, make_plan
 from ..rows import Keys, make_row
-from . import requests
+from . import ranks, requests
 from .heads import Call, Site
 from .plugin import COUNTERS
 
@@ -45,16 +45,23 @@ class Session:
         self._entries: list[Entry] = []
         self._plan: Plan | None = None
         self.site: Site | None = None
-        self.reason = obstacle or _config_obstacle(config)
+        self.reason = obstacle or _reason(lambda: _config_obstacle(config, self.device))
+        # Ranks that share a model take its requests together or not at all.
+        agree = ranks.agree if config.parallel_config.tensor_parallel_size > 1 else str
+        self.reason = agree(self.reason)
         if not self.reason:
-            try:
-                self.site = Site(runner.get_model(), config.model_config.get_hidden_size(), runner.dtype, self.device)
-            except ValueError as refusal:
-                self.reason = str(refusal)
+            # All ranks are here now, as they have to be where the model makes its logits.
+            self.reason = agree(_reason(lambda: self._find_site(runner)))
         if self.reason:
+            self.site = None
             _logger.warning("nologits: inactive because %s", self.reason)
         else:
             _logger.info("nologits: draws from hidden states with %r", self.site)
+
+    def _find_site(self, runner: Any) -> str:
+        config = runner.model_config
+        self.site = Site(runner.get_model(), config.get_hidden_size(), runner.dtype, self.device)
+        return ""
 
     def entry(self, params: Any) -> Entry:
         """A request's row, or the reason why vLLM draws it."""
@@ -88,6 +95,18 @@ class Session:
         COUNTERS.step(0, ["error in nologits"] * rows + list(reasons))
         _logger.exception("nologits: a step failed and is done by vLLM")
 
+    def draw_failed(self, error: Exception, rows: int, reasons: Sequence[str] = ()) -> None:
+        """As :meth:`failed`, for a draw that raised ``error``.
+
+        Raises:
+            Exception: ``error`` itself, where ranks share the head and it may be this rank's alone. The others then wait in an
+                exchange, and vLLM's way of doing the step is another one: it could hang, or mix up the two. What the library
+                refuses (ValueError), it refuses on every rank.
+        """
+        if self.site is not None and self.site.split and not isinstance(error, ValueError):
+            raise error
+        self.failed(rows, reasons)
+
     def draw(self, step: Step, grammar: dict[int, Any] | None) -> Drawn:
         """Draws the rows that are taken. ``grammar``: bitmasks by row of the whole batch."""
         plan, hidden = step.plan, step.call.hidden
@@ -103,10 +122,17 @@ class Session:
 
 def session_of(runner: Any, obstacle: Callable[[Any], str]) -> Session:
     """The session of a runner at its first step. ``obstacle`` is its module's own; if that fails nothing is taken."""
+    return Session(runner, _reason(lambda: obstacle(runner)))
+
+
+def _reason(question: Callable[[], str]) -> str:
+    """Why something cannot be taken, which may also be that it cannot be found out; empty if it can."""
     try:
-        return Session(runner, obstacle(runner))
+        return question()
+    except ValueError as refusal:
+        return str(refusal)
     except Exception as error:
-        return Session(runner, f"of {type(error).__name__}: {error}")
+        return f"of {type(error).__name__}: {error}"
 
 
 def grammar_by_row(grammar_output: Any, req_ids: Sequence[str]) -> dict[int, Any]:
@@ -147,16 +173,15 @@ def merge(stock: Logprobs | None, drawn: Drawn, index: Tensor, batch: int) -> Lo
     logprobs = torch.nn.functional.pad(stock.logprobs, (0, missing), value=float("-inf"))
     ids[index, : ours.ids.shape[1]] = ours.ids.to(ids.dtype)
     logprobs[index, : ours.ids.shape[1]] = ours.logprobs
-    ranks = stock.ranks.index_copy(0, index, ours.ranks.to(stock.ranks.dtype))
-    return Logprobs(ids, logprobs, ranks)
+    return Logprobs(ids, logprobs, stock.ranks.index_copy(0, index, ours.ranks.to(stock.ranks.dtype)))
 
 
-def _config_obstacle(config: Any) -> str:
+def _config_obstacle(config: Any, device: torch.device) -> str:
     import vllm.envs as envs
 
     parallel = config.parallel_config
-    if parallel.tensor_parallel_size > 1:
-        return "the head is split over tensor parallel ranks"
+    if parallel.tensor_parallel_size > 1 and (reason := ranks.device_obstacle(device)):
+        return reason
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism"
     if config.speculative_config is not None:
