@@ -9,8 +9,10 @@ import ctypes
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..params import RowParams
+from ..screen import ScreenedRows
 from ..sources import HiddenSource
 from ..types import Samples
 from .arguments import on_device
@@ -19,11 +21,11 @@ from .config import HopperConfig
 from .nvrtc import Kernel, load, tensor_map
 
 if TYPE_CHECKING:
-    from ..screen import Screen, ScreenedRows
+    from ..screen import Screen
 
 SCREEN_CONFIG = HopperConfig(turns=True, rows=64, stages=6, pair=2, cluster=1)
 _TILE_BYTES = 128  # of a row of a piece of operands
-_THREADS, _RESCORE_THREADS = 384, 256
+_THREADS, _RESCORE_THREADS, _ROW_THREADS = 384, 256, 256
 
 
 def shared_bytes(config: HopperConfig) -> int:
@@ -32,9 +34,7 @@ def shared_bytes(config: HopperConfig) -> int:
     return config.stages * (stage + 16) + 2 * config.tile * config.rows + 16
 
 
-def launch_screened(
-    source: HiddenSource, screen: Screen, states: ScreenedRows, rows: RowParams
-) -> tuple[Samples, torch.Tensor]:
+def launch_screened(source: HiddenSource, screen: Screen, states: ScreenedRows, rows: RowParams) -> tuple[Samples, Tensor]:
     """One draw a row, ``[B, 1]`` tokens; and int32 ``[1 + B]``: how many rows are left to the full path, and which.
 
     ``states`` are the hidden states of ``source``.
@@ -54,11 +54,32 @@ def launch_screened(
     tile, weight, hidden = SCREEN_CONFIG.tile, source.head.weight, source.hidden
     with on_device(device):
         maps = [tensor_map(screen.weight, tile, _TILE_BYTES), tensor_map(states.parts, params.box_rows, _TILE_BYTES)]
-        screen_kernel(source, rows).launch(launch.grid, [*maps, params], device)
+        screen_kernel(source, rows).launch(launch.grid, [*maps, params], device, dependent=True)
         operands = [ctypes.c_void_p(hidden.data_ptr()), ctypes.c_int64(hidden.stride(0))]
         operands += [ctypes.c_void_p(weight.data_ptr()), ctypes.c_int64(weight.stride(0))]
         rescore_kernel(source, rows).launch((batch, 1), [params, *operands], device, dependent=True)
     return out, left
+
+
+def launch_rows(hidden: Tensor) -> ScreenedRows:
+    """The 8-bit parts of ``hidden [B, D]``, whose rows are dense, as :func:`nologits.screen.screen_rows` makes them."""
+    batch, depth, device = *hidden.shape, hidden.device
+    pitch = -(-depth // 16) * 16  # that the copy engine can address
+    parts = torch.empty(2 * batch, pitch, dtype=torch.int8, device=device)[:, :depth]
+    scales = torch.empty(batch, 4, device=device)
+    operand = (("OPERAND", '"bf16"' if hidden.dtype == torch.bfloat16 else '"f16"'),)
+    kernel = load("screen_rows", "screen_rows", _ROW_THREADS, 0, operand, _index(device))
+    with on_device(device):
+        kernel.launch(
+            (batch, 1),
+            [
+                ctypes.c_void_p(hidden.data_ptr()), ctypes.c_int64(hidden.stride(0)), ctypes.c_int32(batch),
+                ctypes.c_int32(depth), ctypes.c_void_p(parts.data_ptr()), ctypes.c_int64(pitch),
+                ctypes.c_void_p(scales.data_ptr()),
+            ],
+            device,
+        )  # fmt: skip
+    return ScreenedRows(parts, scales)
 
 
 def screen_kernel(source: HiddenSource, rows: RowParams) -> Kernel:
