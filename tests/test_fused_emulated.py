@@ -203,8 +203,8 @@ def test_small_kept_sets_come_from_the_draws_pass(draw, filters):
     logits = rows_of([*FAMILIES, "gauss", "gauss"])
     logits[7, :] = -INF
     logits[8, 100:] = -INF  # fewer tokens than are asked for
-    temperature = torch.tensor([1.0, 0.5, 4.0, 2.0, 1.0, 0.7, 1.0, 1.0, 1.0])
-    for temperature in (temperature, torch.zeros(9)):
+    tempered = torch.tensor([1.0, 0.5, 4.0, 2.0, 1.0, 0.7, 1.0, 1.0, 1.0])
+    for temperature in (tempered, torch.zeros(9)):
         params = nl.SamplingParams(temperature=temperature, **filters)
         got = draw.select(logits, params, filters["top_k"])
         want = nl.select(logits, temperature=temperature, **filters, impl="reference")
