@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import nologits as nl
+from nologits.kernels.config import HOPPER_TURNS_64
 from nologits.params import make_rows
 from nologits.screen import make_screen, screen_rows
 from nologits.sources import HiddenSource
@@ -42,11 +43,14 @@ def draw(build, monkeypatch):
     """``draw(head, hidden, params)``: tokens; ``draw.how`` has what is shuffled, broken and seen."""
     module = TOOLS["launcher"]("categorical_sm90")
     screened = TOOLS["launcher"]("screen_sm90")
-    how = SimpleNamespace(seed=0, poison=0xFF, processors=5, spoil=lambda screen, states: None, state=None, params=None)
+    how = SimpleNamespace(seed=0, poison=0xFF, processors=5, spoil=lambda screen, states: None, state=None, launched=[])
 
     def load(name, entry, threads, shared, defines, index):
         def launch(grid, arguments, device, dependent=False):
             params = next(part for part in arguments if isinstance(part, module.Params))
+            how.launched.append(name)
+            if name in ("categorical", "merge"):
+                return launch_full(name, defines, params, grid, shared)
             library = build((*defines, ("RESCORE", 1)) if name == "rescore" else (*defines,))
             assert library.params_bytes() == ctypes.sizeof(params)
             library.launch.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 3, ctypes.c_ulonglong, ctypes.c_int]
@@ -58,6 +62,16 @@ def draw(build, monkeypatch):
             assert not failure, f"{name}: {failure.decode()}"
 
         return SimpleNamespace(launch=launch)
+
+    def launch_full(name, defines, params, grid, shared):
+        if name == "categorical":
+            library = build((*defines,), "tiles")
+            failure = TOOLS["launch_tiles"](library, [[params]], [how.logits], grid, shared, how.seed, how.poison)
+        else:
+            library = build((*defines,), "merge")
+            library.launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_ulonglong, ctypes.c_int]
+            failure = library.launch(ctypes.addressof(params), grid[0], how.seed, how.poison)
+        assert not failure, f"{name}: {failure.decode()}"
 
     for part in (module, screened):
         monkeypatch.setattr(part, "load", load, raising=False)
@@ -73,8 +87,10 @@ def draw(build, monkeypatch):
         first, second = products.int().contiguous().chunk(2)
         weight = head.spec.weight
         how.state = (first, second, Operands(hidden.data_ptr(), weight.data_ptr(), hidden.stride(0), weight.stride(0)))
+        how.logits = (hidden.float() @ weight.float().T).contiguous()
         rows = make_rows(params, len(hidden), head.spec.vocab_size, hidden.device)
-        drawn, left = screened.launch_screened(HiddenSource(hidden, head.spec), screen, states, rows)
+        source = HiddenSource(hidden, head.spec)
+        drawn, left = screened.launch_screened(source, screen, states, rows, HOPPER_TURNS_64)
         return drawn.tokens[:, 0], left
 
     launch.how = how
@@ -128,7 +144,7 @@ def test_transforms_bias_and_masks(draw):
         assert torch.equal(tokens, head.sample(hidden, params, impl="reference").tokens), list(extra)
 
 
-def test_what_is_not_finite_is_left_or_scored(draw):
+def test_what_is_not_finite_takes_the_full_path(draw):
     weight, hidden = operands()
     hidden[1, 3], hidden[2, 7] = float("inf"), float("nan")
     weight[5, 1] = float("inf")
@@ -136,8 +152,18 @@ def test_what_is_not_finite_is_left_or_scored(draw):
     tokens, left = draw(nl.LMHead(weight), hidden, params)
     assert left.tolist() == [2, 0, 1, 1, 0, 0, 0, 0, 0, 0]
     want = nl.LMHead(weight).sample(hidden, params, impl="reference").tokens
-    for row in (0, 3, 4, 5, 6, 7, 8):
-        assert tokens[row] == want[row]
+    assert torch.equal(tokens, want)
+    assert want[2] == -1
+
+
+def test_more_candidates_than_there_is_room_for_take_the_full_path(draw):
+    """A vocabulary of one token, many times over."""
+    weight, hidden = operands()
+    weight = weight[:1].expand(V, -1).repeat(3, 1)
+    params = nl.SamplingParams(temperature=torch.tensor([0.0] * 3 + [1.0] * 6), seed=torch.arange(9))
+    tokens, left = draw(nl.LMHead(weight), hidden, params)
+    assert left[1:4].tolist() == [1, 1, 1]
+    assert torch.equal(tokens, nl.LMHead(weight).sample(hidden, params, impl="reference").tokens)
 
 
 def test_the_bound_holds_and_is_needed(draw):

@@ -1,22 +1,22 @@
 """A head of 8 bits that says which tokens can still win a draw, and the proof that it never passes one over.
 
-Let ``w`` be a token's weights and ``h`` a row's hidden state, exact real numbers. The head keeps ``w = s q + e`` with ``q`` in
-int8 and ``s = max|w| / 127``; a draw makes ``h = a (q1 + q2 / 254) + r`` with ``q1, q2`` in int8 and ``a = max|h| / 127``. Then
+Let ``w`` be a token's weights and ``h`` a row's hidden state, exact real numbers. The head keeps ``w = s q + e`` with ``q``
+in int8 and ``s = max|w| / 127``; a draw makes ``h = a (q1 + q2 / 254) + r`` with ``q1, q2`` in int8 and ``a = max|h| / 127``.
+Then
 
     h . w  =  s a (q1 + q2 / 254) . q  +  h . e  +  r . (s q)
 
 The first term is made of whole numbers below 2^31 (D up to 2^16): the tensor cores make it without error. By Cauchy and
-Schwarz, and as ``|s q| <= |w| + |e|``, the others are at most ``|h| |e| + |r| (|w| + |e|)``. Two more things are not exact. Three roundings
-to fp32 make the first term of its whole numbers, each of at most 2^-24 of a part that is no longer than ``|h| (|w| + |e|)`` and
-some: 2^-20 of that covers them. The winner's score is made by a dot product in fp32 (``sm90/rescore.cu``), which sums D / 32
-products a lane and five more times over lanes: off by at most ``(D / 32 + 6) 2^-24 |h| |w|``. So with
+Schwarz, and as ``|s q| <= |w| + |e|``, the others are at most ``|h| |e| + |r| (|w| + |e|)``. Two more things are not exact.
+Three roundings to fp32 make the first term of its whole numbers, each of at most 2^-24 of a part that is no longer than ``|h|
+(|w| + |e|)`` and some: 2^-20 of that covers them. The winner's score is made by a dot product in fp32 (``sm90/rescore.cu``),
+which sums D / 32 products a lane and five more times over lanes: off by at most ``(D / 32 + 6) 2^-24 |h| |w|``. So with
 
     E = |e|     N = |w| + |e|     A = |h|     R = |r| + (2^-20 + (D / 32 + 6) 2^-24) |h|
 
-each rounded up, the product that decides lies within ``A E + R N`` of the middle. What is made of it afterwards (bias,
-scale > 0, soft cap, logit bias, noise) is monotone, and so is its rounding. A token whose upper score lies below another's
-lower score cannot win; all others are scored with their real weights. What is not finite in ``h`` or ``w`` has infinite
-lengths.
+each rounded up, the product that decides lies within ``A E + R N`` of the middle. What is made of it afterwards (bias, scale
+> 0, soft cap, logit bias, noise) is monotone, and so is its rounding. A token whose upper score lies below another's lower
+score cannot win; all others are scored with their real weights. What is not finite in ``h`` or ``w`` has infinite lengths.
 """
 
 from __future__ import annotations

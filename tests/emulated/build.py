@@ -44,6 +44,7 @@ COPIED = (
     "screen.cu",
     "rescore.cu",
     "screen_rows.cu",
+    "merge.cu",
 )
 FLAGS = (
     "-std=c++17 -O1 -march=native -ffp-contract=fast -fno-strict-aliasing -fvisibility=hidden -fno-gnu-unique -w -fPIC -shared"

@@ -142,12 +142,16 @@ def tile_kernel(
     config: HopperConfig,
     gathers: bool = False,
     shard: bool = False,
+    left: bool = False,
 ) -> Kernel:
-    """The tile kernel for these features, compiled on first use; ``gathers`` candidates; the head is a ``shard``."""
+    """The tile kernel for these features, compiled on first use.
+
+    It ``gathers`` candidates; the head is a ``shard``; it does nothing unless a screen has ``left`` rows.
+    """
     defines = (
         ("TURNS", int(config.turns)), ("ROWS", config.rows), ("STAGES", config.stages), ("PAIR", config.pair),
         ("CLUSTER", config.cluster), ("GREEDY", int(rows.greedy)),
-        ("FILTER", int(gathers)), ("REST", int(gathers and has_top_p(rows))), ("SHARD", int(shard)),
+        ("FILTER", int(gathers)), ("REST", int(gathers and has_top_p(rows))), ("SHARD", int(shard)), ("LEFT", int(left)),
         *head_features(source, rows, mass, raw),
     )  # fmt: skip
     return load(
@@ -168,9 +172,9 @@ def choose_kernel(device: torch.device, batch: int, mass: bool, raw: bool, top: 
     return load("choose", "choose_tokens", _CHOOSE_THREADS, _CHOOSE_BYTES, defines, _index(device))
 
 
-def merge_kernel(device: torch.device, greedy: bool, mass: bool, raw: bool) -> Kernel:
+def merge_kernel(device: torch.device, greedy: bool, mass: bool, raw: bool, left: bool = False) -> Kernel:
     """The merge kernel for these features."""
-    defines = (("GREEDY", int(greedy)), ("MASS", int(mass)), ("RAW", int(raw)))
+    defines = (("GREEDY", int(greedy)), ("MASS", int(mass)), ("RAW", int(raw)), ("LEFT", int(left)))
     return load("merge", "categorical_merge", _MERGE_THREADS, 0, defines, _index(device))
 
 
@@ -325,11 +329,11 @@ class DrawLaunch:
         weight, hidden = self.source.head.weight, self.source.hidden
         return [tensor_map(weight, config.tile // config.cluster, TILE_D), tensor_map(hidden, self._box_rows(config), TILE_D)]
 
-    def start_tiles(self) -> None:
-        """The matmul, and what is made of its tiles."""
+    def start_tiles(self, left: bool = False) -> None:
+        """The matmul, and what is made of its tiles; unless no row is ``left`` for that."""
         device, shard = self.source.device, self.extent.ranks > 1
         with on_device(device):
-            kernel = tile_kernel(self.source, self.rows, self.mass, self.raw, self.config, self.gathers, shard)
+            kernel = tile_kernel(self.source, self.rows, self.mass, self.raw, self.config, self.gathers, shard, left)
             kernel.launch(self.grid, [*self._maps(self.config), self.params], device)
 
     def start_finish(self, params: Params, links: Links) -> None:

@@ -16,7 +16,7 @@ from ..screen import ScreenedRows
 from ..sources import HiddenSource
 from ..types import Samples
 from .arguments import on_device
-from .categorical_sm90 import CAPACITY, DrawLaunch, empty_samples, head_features, whole
+from .categorical_sm90 import CAPACITY, DrawLaunch, empty_samples, head_features, merge_kernel, whole
 from .config import HopperConfig
 from .nvrtc import Kernel, load, tensor_map
 
@@ -34,8 +34,11 @@ def shared_bytes(config: HopperConfig) -> int:
     return config.stages * (stage + 16) + 2 * config.tile * config.rows + 16
 
 
-def launch_screened(source: HiddenSource, screen: Screen, states: ScreenedRows, rows: RowParams) -> tuple[Samples, Tensor]:
-    """One draw a row, ``[B, 1]`` tokens; and int32 ``[1 + B]``: how many rows are left to the full path, and which.
+def launch_screened(
+    source: HiddenSource, screen: Screen, states: ScreenedRows, rows: RowParams, config: HopperConfig
+) -> tuple[Samples, Tensor]:
+    """One draw a row, ``[B, 1]`` tokens; and int32 ``[1 + B]``: how many rows took the full path, launched by ``config``, and
+    which.
 
     ``states`` are the hidden states of ``source``.
     """
@@ -58,6 +61,10 @@ def launch_screened(source: HiddenSource, screen: Screen, states: ScreenedRows, 
         operands = [ctypes.c_void_p(hidden.data_ptr()), ctypes.c_int64(hidden.stride(0))]
         operands += [ctypes.c_void_p(weight.data_ptr()), ctypes.c_int64(weight.stride(0))]
         rescore_kernel(source, rows).launch((batch, 1), [params, *operands], device, dependent=True)
+        full = DrawLaunch(source, rows, out, whole(source.vocab), config, False)
+        full.params.left = left.data_ptr()
+        full.start_tiles(left=True)
+        merge_kernel(device, rows.greedy, False, False, left=True).launch((batch, 1), [full.params], device, dependent=True)
     return out, left
 
 

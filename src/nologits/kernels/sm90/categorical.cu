@@ -199,6 +199,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
     if (stages & 1023) __trap();
 
     allow_dependents();  // the merge kernel may start and wait
+#if LEFT
+    if (!p.left[0]) return;
+#endif
     if (threadIdx.x == 0) {
         prefetch_map(&weight);
         prefetch_map(&hidden);

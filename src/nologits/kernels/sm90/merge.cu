@@ -39,6 +39,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) categorical_merge(const __
     const Stream stream = row_stream(p, row);
     [[maybe_unused]] const float spread = row_spread(temperature);
     wait_for_primary();
+#if LEFT
+    if (!p.left[1 + row]) return;
+#endif
 
     // Winner
     Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};

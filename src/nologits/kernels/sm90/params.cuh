@@ -121,6 +121,10 @@ struct Params {
 #define SHARD 0  // the head is one of several ranks' shards
 #endif
 
+#ifndef LEFT
+#define LEFT 0  // only rows that a screen has left are drawn
+#endif
+
 __device__ __forceinline__ int first_id(const Params& p) { return SHARD ? p.first : 0; }
 __device__ __forceinline__ int vocab_of(const Params& p) { return SHARD ? p.vocab : p.V; }
 __device__ __forceinline__ int room_of(const Params& p) { return SHARD ? p.room : CAPACITY; }
