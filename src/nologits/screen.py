@@ -15,8 +15,9 @@ which sums D / 32 products a lane and five more times over lanes: off by at most
     E = |e|     N = |w| + |e|     A = |h|     R = |r| + (2^-20 + (D / 32 + 6) 2^-24) |h|
 
 each rounded up, the product that decides lies within ``A E + R N`` of the middle. What is made of it afterwards (bias, scale
-> 0, soft cap, logit bias, noise) is monotone, and so is its rounding. A token whose upper score lies below another's lower
-score cannot win; all others are scored with their real weights. What is not finite in ``h`` or ``w`` has infinite lengths.
+> 0, soft cap, logit bias, noise) is monotone, and so is its rounding; the approximation of tanh is so up to 4e-6, which its
+ends are moved by. A token whose upper score lies below another's lower score cannot win; all others are scored with their
+real weights. What is not finite in ``h`` or ``w`` has infinite lengths.
 """
 
 from __future__ import annotations

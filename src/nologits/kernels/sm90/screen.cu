@@ -78,6 +78,10 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         __syncwarp();
         make_uppers(x, products, p, rows, v0);
         head_transform(x, p, v0, (tile + 1) * TILE_V);
+#if SOFTCAP
+#pragma unroll
+        for (int i = 0; i < IDS; ++i) x[i] += 4e-6f * p.softcap;  // the approximation of tanh grows only up to so much
+#endif
         request_transform(x, p, rows, v0, (tile + 1) * TILE_V);
         draw(x, p, rows, codes, id0);
     }
