@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from nologits.bench import vllm_engine, vllm_suite
 from nologits.bench.cli import bench
 from nologits.bench.decoder import SHAPES
-from nologits.bench.plots import write_plots
 from nologits.bench.report import tables
 from nologits.bench.vllm_engine import NEW_TOKENS, Decoded
 from nologits.bench.vllm_model import fill
@@ -68,6 +67,8 @@ def test_rows_say_who_drew(tmp_path):
     taken = next(column for column in table.columns if column.header == "taken")
     assert list(taken.cells)[3:] == ["100%", "50% !", "0%"]
     pytest.importorskip("matplotlib")
+    from nologits.bench.plots import write_plots
+
     assert [path.name for path in write_plots(record, tmp_path)] == ["vllm-qwen3-1.7b-t06.png"]
 
 
