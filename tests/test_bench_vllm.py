@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,26 +82,14 @@ def test_logits_have_a_trained_models_spread():
     assert 4.8 < (hidden @ model.model.embed_tokens.weight.T).std() < 5.2
 
 
-def test_requests_out_of_step_are_no_result():
-    """Where a prompt is read while others decode, a step's time is not that of a token."""
-    engine = object.__new__(vllm_engine.Engine)
-    engine.shape, engine.prompt_tokens = SHAPES[0], 4
-
-    def generate(prompts, params, use_tqdm):
-        for _ in range(NEW_TOKENS + 9):
-            engine._llm.llm_engine.step()
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * NEW_TOKENS)]) for _ in prompts]
-
-    class LikeVllm:
-        def step(self):
-            """A step."""
-
-    engine._llm = SimpleNamespace(llm_engine=LikeVllm(), generate=generate)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_engine, "_parameters", lambda mode: None)
-        with pytest.raises(RuntimeError, match=f"2 requests took {NEW_TOKENS + 9} steps for"):
-            engine.decode(2, None, "nologits")
-    assert "step" not in vars(engine._llm.llm_engine)
+def test_a_time_is_that_of_steps_in_which_all_decode():
+    """Requests that arrive late, and prompts that are read meanwhile, are no part of it."""
+    reading = [(second, 1 + second, 400) for second in range(3)]
+    decoding = [(10 + 2 * second, 3, 3) for second in range(50)]
+    ending = [(1000 + second, 2, 2) for second in range(5)]
+    assert vllm_engine.step_time(reading + decoding + ending, 3) == 2e6
+    with pytest.raises(RuntimeError, match=r"only 31 of 43 steps had 3 requests that decode, 32 are needed"):
+        vllm_engine.step_time(reading + decoding[:40], 3)
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is there")

@@ -1,34 +1,33 @@
 """vLLM's offline engine at a real model's shape, and the time of its decode steps by who draws.
 
-The engine runs in this process, where the plugin is switched between two generations: one engine serves both sides.
+The plugin is switched between two generations, so one engine serves both sides. Processes, scheduling and samplers are those
+that vLLM chooses by itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import gc
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-from torch import Tensor
 
-import nologits as nl
-
-from ..testing import compare_tokens
 from .decoder import Shape
 from .modes import Mode
-from .vllm_model import load_format, write_config
+from .vllm_model import LOAD_FORMAT, write_config
+
+FLOOR, OURS, STOCK = "decoder", "nologits", "vllm"
 
 NEW_TOKENS = 128
 """Of each request."""
 
 _SETTLING = 8
-"""Steps before the clock starts: the prompts' own, and those until the host runs ahead of the device."""
+"""Steps with every request that pass before the clock starts: the host runs ahead of the device by then."""
+
+_FEWEST_STEPS = 32
+"""That a time is the mean of."""
 
 _PREFILL_TOKENS = 8_192
 """vLLM's budget of a step. 256 prompts that are cached but for their last block fit into one."""
@@ -36,23 +35,12 @@ _PREFILL_TOKENS = 8_192
 _MEMORY_SHARE = 0.4
 """Of a GPU's memory: the 8B model and the cache of 256 sequences fit into that much of an H200 (141 GB)."""
 
-FLOOR, OURS, STOCK = "decoder", "nologits", "vllm"
-
 
 class Decoded(NamedTuple):
     """One generation: microseconds per output token of its steady steps, and the plugin's counters over all its steps."""
 
     us: float
     counters: dict[str, Any]
-
-
-class Drawn(NamedTuple):
-    """A draw of the plugin as it happened."""
-
-    head: nl.LMHead
-    hidden: Tensor
-    params: nl.SamplingParams
-    tokens: Tensor
 
 
 class Engine:
@@ -64,17 +52,16 @@ class Engine:
         context: the mean number of tokens of a sequence while it decodes.
         compiled: with torch.compile, as vLLM does it. Without it the decode step is still one CUDA graph, and starts sooner.
 
+    Attributes:
+        about: what vLLM chose, in a line.
+
     Raises:
         RuntimeError: the plugin is not active.
     """
 
-    def __init__(self, shape: Shape, batches: list[int], context: int, compiled: bool = True) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the plugin is switched in this process
+    def __init__(self, shape: Shape, batches: Sequence[int], context: int, compiled: bool = True) -> None:
         import vllm
 
-        from ..integrations.vllm import register, status
-
-        register()  # as vLLM does where nologits is installed; this may be a tree that is not
         self.shape, self.prompt_tokens = shape, context - NEW_TOKENS // 2
         on_gpu = torch.cuda.is_available()
         graphs: dict[str, Any] = {"cudagraph_capture_sizes": sorted(batches)}
@@ -84,7 +71,8 @@ class Engine:
             write_config(shape, context + NEW_TOKENS, folder)
             self._llm = vllm.LLM(
                 folder,
-                load_format=load_format(),
+                load_format=LOAD_FORMAT,
+                worker_extension_cls=f"{__package__}.vllm_worker.Extension",
                 skip_tokenizer_init=True,
                 dtype="bfloat16" if on_gpu else "float32",
                 max_model_len=context + NEW_TOKENS,
@@ -95,56 +83,49 @@ class Engine:
                 seed=0,
                 **({"compilation_config": graphs} if on_gpu else {"enforce_eager": True}),
             )
-        if not status().active:
-            raise RuntimeError(f"the plugin must be active, got: {status().reason}")
-        (self._runner,) = self._llm.collective_rpc(_runner_of)
-
-    def about(self) -> str:
-        """What vLLM chose, in a line."""
-        config = self._runner.vllm_config
-        runner = "V2" if config.use_v2_model_runner else "V1"
-        graphs = getattr(config.compilation_config.cudagraph_mode, "name", "none")
-        scheduling = "asynchronous" if config.scheduler_config.async_scheduling else "synchronous"
-        return (
-            f"Model Runner {runner}, {_filters(self._runner.sampler)} filters, {scheduling} scheduling, "
-            f"compilation {config.compilation_config.mode.name}, CUDA graphs {graphs}"
-        )
+        apart = vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        self.about = f"{self._call('bench_about')}, the engine in {'a process of its own' if apart else 'this process'}"
 
     def decode(self, batch: int, mode: Mode, who: str) -> Decoded:
-        """Generates ``NEW_TOKENS`` for ``batch`` requests, drawn by ``who``: one of :data:`DRAWERS`.
+        """Generates ``NEW_TOKENS`` for ``batch`` requests, drawn by ``who``: :data:`FLOOR`, :data:`OURS` or :data:`STOCK`.
 
         Raises:
-            RuntimeError: the requests did not decode in step, so that a step's time is no token's.
+            RuntimeError: there were too few steps with every request to tell their time.
         """
-        from ..integrations.vllm import counters, reset_counters
+        told = self._generate(batch, mode, who)
+        return Decoded(step_time(told["steps"], batch), told["counters"])
 
-        stamps: list[float] = []
-        reset_counters()
-        with DRAWERS[who](), _stamped(self._llm.llm_engine, stamps):
-            outputs = self._llm.generate(self._prompts(batch), _parameters(mode), use_tqdm=False)
-        lengths = {len(one.token_ids) for output in outputs for one in output.outputs}
-        # Up to two steps more where vLLM schedules ahead.
-        if lengths != {NEW_TOKENS} or len(stamps) > NEW_TOKENS + 2:
-            raise RuntimeError(f"{batch} requests took {len(stamps)} steps for {sorted(lengths)} tokens each")
-        steady = stamps[_SETTLING:]
-        return Decoded((steady[-1] - steady[0]) / (len(steady) - 1) * 1e6, counters())
+    def warm_up(self, batch: int, mode: Mode) -> float | None:
+        """Reads the prompts into the cache, where all later generations find them, and checks the plugin's last draw.
 
-    def warm_up(self, batch: int, mode: Mode) -> Drawn | None:
-        """Reads the prompts into the cache, where all later generations find them, and returns the last draw of the plugin."""
-        kept: list[Drawn] = []
-        with _drawing(_keeping(kept)):
-            self._llm.generate(self._prompts(batch), _parameters(mode), use_tqdm=False)
-        return kept[-1] if kept else None
+        Returns:
+            The standard deviation of the logits; ``None`` if the plugin drew nothing.
+
+        Raises:
+            RuntimeError: the tokens are not the reference's, or the hidden states no model's.
+        """
+        self._generate(batch, mode, OURS, keep=True)
+        spread: float | None = self._call("bench_check", NEW_TOKENS - 1)
+        return spread
 
     def close(self) -> None:
         """Lets go of the engine and of its memory."""
-        import gc
-
         self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._runner
+        del self._llm
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _generate(self, batch: int, mode: Mode, who: str, keep: bool = False) -> dict[str, Any]:
+        self._call("bench_begin", who, keep)
+        self._llm.generate(self._prompts(batch), _parameters(mode), use_tqdm=False)
+        told: dict[str, Any] = self._call("bench_end")
+        return told
+
+    def _call(self, name: str, *given: Any) -> Any:
+        """A method of the one worker."""
+        (result,) = self._llm.collective_rpc(name, args=given)
+        return result
 
     def _prompts(self, batch: int) -> list[Any]:
         """No two begin alike: vLLM attends once to a start that all share."""
@@ -154,68 +135,25 @@ class Engine:
         return [{"prompt_token_ids": row} for row in tokens.tolist()]
 
 
-def check(drawn: Drawn) -> float:
-    """The standard deviation of the logits behind a generation's last draw, whose tokens are the reference's.
+def step_time(steps: Sequence[tuple[float, int, int]], batch: int) -> float:
+    """Microseconds from one step to the next while all ``batch`` requests decode: the mean without the first few.
+
+    Args:
+        steps: of each when it began, in seconds, its requests and its tokens.
+        batch: the requests.
 
     Raises:
-        RuntimeError: they are not, or the noise is not that of the last position, or the hidden states are no model's: not
-            finite, or the same for every request.
+        RuntimeError: there are too few such steps.
     """
-    hidden, spec = drawn.hidden.float(), drawn.head.spec
-    if not bool(hidden.isfinite().all()) or (len(hidden) > 1 and bool((hidden == hidden[:1]).all())):
-        raise RuntimeError("nothing is measured: hidden states are not finite, or all the same")
-    if not bool((torch.as_tensor(drawn.params.position) == NEW_TOKENS - 1).all()):
-        raise RuntimeError("nothing is measured: the last token was not drawn at its position")
-    try:
-        compare_tokens(drawn.tokens, drawn.hidden, drawn.head, drawn.params)
-    except AssertionError as error:
-        raise RuntimeError(f"nothing is measured ({error})") from error
-    return float((hidden[:8] @ spec.weight[: spec.vocab_size].float().T).std())
-
-
-# ---- who draws
-
-
-def _drawing(draw: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """While it is open the plugin draws with ``draw``."""
-    from ..integrations.vllm import session
-
-    return mock.patch.object(session, "draw", draw)
-
-
-def _headless() -> AbstractContextManager[Any]:
-    """Every token is 0, and no head is read: the floor."""
-    from ..integrations import drawing
-
-    def draw(head: Any, hidden: Tensor, *rest: Any) -> Any:
-        return drawing.Drawn(hidden.new_zeros(len(hidden), dtype=torch.int64))
-
-    return _drawing(draw)
-
-
-def _keeping(kept: list[Drawn]) -> Callable[..., Any]:
-    """The plugin's draw, whose last call is left in ``kept``."""
-    from ..integrations import drawing
-
-    def draw(head: Any, hidden: Tensor, batch: Any, positions: Any, grammar: Any, logprobs_mode: str) -> Any:
-        drawn = drawing.draw(head, hidden, batch, positions, grammar, logprobs_mode)
-        kept[:] = [Drawn(head, hidden.clone(), batch.params(positions, grammar), drawn.tokens)]
-        return drawn
-
-    return draw
-
-
-def _stock() -> AbstractContextManager[Any]:
-    from ..integrations.vllm import paused
-
-    return paused()
-
-
-DRAWERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {FLOOR: _headless, OURS: nullcontext, STOCK: _stock}
-"""Who draws: nobody, the plugin, or vLLM as if the plugin were not there."""
-
-
-# ---- vLLM's parts
+    full = [requests == tokens == batch for _, requests, tokens in steps]
+    gaps = [after[0] - before[0] for (before, after), whole in zip(pairwise(steps), pairwise(full), strict=True) if all(whole)][
+        _SETTLING:
+    ]
+    if len(gaps) < _FEWEST_STEPS:
+        raise RuntimeError(
+            f"only {len(gaps)} of {len(steps)} steps had {batch} requests that decode, {_FEWEST_STEPS} are needed"
+        )
+    return sum(gaps) / len(gaps) * 1e6
 
 
 def _parameters(mode: Mode) -> Any:
@@ -224,31 +162,3 @@ def _parameters(mode: Mode) -> Any:
 
     asked = {name: value for name, value in mode.request._asdict().items() if value is not None}
     return SamplingParams(temperature=mode.temperature, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, **asked)
-
-
-@contextlib.contextmanager
-def _stamped(engine: Any, stamps: list[float]) -> Iterator[None]:
-    """Appends the time at which each step ends."""
-    step = engine.step
-
-    def stamped() -> Any:
-        outputs = step()
-        stamps.append(time.perf_counter())
-        return outputs
-
-    engine.step = stamped
-    try:
-        yield
-    finally:
-        del engine.step  # the method is the class's
-
-
-def _runner_of(worker: Any) -> Any:
-    return worker.model_runner
-
-
-def _filters(sampler: Any) -> str:
-    """Whose top-k and top-p vLLM runs where both are on and nothing forbids it."""
-    on_v1 = getattr(getattr(sampler, "topk_topp_sampler", None), "forward", None)
-    by_flashinfer = getattr(sampler, "use_flashinfer", getattr(on_v1, "__name__", "") == "forward_cuda")
-    return "FlashInfer's" if by_flashinfer else "vLLM's own"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ LOGITS_STD = 5.0
 """A trained model's, as in the suite ``e2e``. The weights of vLLM's own load format ``dummy`` lie within 1e-3, the norms' too:
 logits are then all but equal, and a top-p nucleus is most of the vocabulary, which no model has."""
 
-_LOAD_FORMAT = "nologits-random"
+LOAD_FORMAT = "nologits-random"
+"""Of vLLM, once :func:`offer_random_weights` was called."""
 
 
 def write_config(shape: Shape, positions: int, folder: str) -> None:
@@ -44,9 +44,8 @@ def write_config(shape: Shape, positions: int, folder: str) -> None:
     Path(folder, "config.json").write_text(json.dumps(config))
 
 
-@cache
-def load_format() -> str:
-    """A load format of vLLM whose weights come from :func:`fill`: before vLLM arranges them for its kernels, in copies even."""
+def offer_random_weights() -> None:
+    """Adds :data:`LOAD_FORMAT` to vLLM: :func:`fill` before weights are arranged for kernels, in copies even."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -57,8 +56,7 @@ def load_format() -> str:
         def load_weights(self, model: Any, model_config: Any) -> None:
             fill(model)
 
-    register_model_loader(_LOAD_FORMAT)(RandomLoader)
-    return _LOAD_FORMAT
+    register_model_loader(LOAD_FORMAT)(RandomLoader)
 
 
 @torch.no_grad()
