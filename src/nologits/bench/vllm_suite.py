@@ -13,7 +13,7 @@ import torch
 
 from .decoder import SHAPES, Shape
 from .e2e import CONTEXT, E2E_MODES
-from .suite import ROW_KEYS, Plan, Record, Row, commit, environment
+from .suite import ROW_KEYS, SCHEMA, Plan, Record, Row, commit, environment
 from .timing import Timing, summary
 from .vllm_engine import FLOOR, NEW_TOKENS, OURS, STOCK, Decoded, Engine
 
@@ -44,7 +44,7 @@ def run(
     """
     import vllm
 
-    record |= {"schema": 1, "suite": SUITE} | _environment() | {"vllm": vllm.__version__}
+    record |= {"schema": SCHEMA, "suite": SUITE} | _environment() | {"vllm": vllm.__version__}
     record |= {"skipped": [], "notes": [], "rows": []}
     for shape in (shape for shape in shapes if shape.name in plan.cases):
         begin(f"{shape.name}: vLLM starts")
