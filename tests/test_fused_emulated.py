@@ -46,7 +46,7 @@ def draw(build, monkeypatch):
 
     def load(name, entry, threads, shared, defines, index):
         def launch(grid, arguments, device, dependent=False, together=False):
-            params = arguments[-1]
+            params = next(part for part in arguments if isinstance(part, module.Params))
             if name in how.skip:
                 return
             if name == "choose":
@@ -55,15 +55,7 @@ def draw(build, monkeypatch):
                 failure = library.launch(ctypes.addressof(params), grid[0], shared, how.seed, how.poison)
             else:
                 library = build((*defines, ("FINISH", 1)) if name == "finish" else (*defines,), "tiles")
-                library.launch.argtypes = [
-                    ctypes.c_void_p,
-                    ctypes.c_void_p,
-                    *[ctypes.c_int] * 3,
-                    ctypes.c_ulonglong,
-                    ctypes.c_int,
-                ]
-                logits = how.logits.data_ptr()
-                failure = library.launch(ctypes.addressof(params), logits, *grid, shared, how.seed, how.poison)
+                failure = TOOLS["launch_tiles"](library, [arguments], [how.logits], grid, shared, how.seed, how.poison)
             assert library.params_bytes() == ctypes.sizeof(params)
             assert not failure, f"{name}: {failure.decode()}"
 
@@ -82,7 +74,13 @@ def draw(build, monkeypatch):
         source = HiddenSource(torch.eye(len(logits), dtype=torch.bfloat16), head)
         return module.launch_draw(source, make_rows(params, *logits.shape, logits.device), processed, raw, config, top)
 
-    launch.how = how
+    def select(logits, params, width, config=HOPPER_TURNS_64):
+        how.logits = logits.contiguous()
+        head = nl.LMHead(logits.T.contiguous().bfloat16()).spec
+        source = HiddenSource(torch.eye(len(logits), dtype=torch.bfloat16), head)
+        return module.launch_select(source, make_rows(params, *logits.shape, logits.device, noise=False), config, width)
+
+    launch.how, launch.select = how, select
     return launch
 
 
@@ -196,3 +194,21 @@ def test_masks_and_biases(draw):
     compare(draw(logits, params), logits, params)
     params = nl.SamplingParams(top_p=0.9, seed=torch.arange(3), allowed_tokens=allowed)
     compare(draw(logits, params), logits, params)
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 1}, {"top_k": 50}, {"top_k": 128, "top_p": 0.9}, {"top_k": 60, "min_p": 0.02}], ids=str
+)
+def test_small_kept_sets_come_from_the_draws_pass(draw, filters):
+    logits = rows_of([*FAMILIES, "gauss", "gauss"])
+    logits[7, :] = -INF
+    logits[8, 100:] = -INF  # fewer tokens than are asked for
+    tempered = torch.tensor([1.0, 0.5, 4.0, 2.0, 1.0, 0.7, 1.0, 1.0, 1.0])
+    for temperature in (tempered, torch.zeros(9)):
+        params = nl.SamplingParams(temperature=temperature, **filters)
+        got = draw.select(logits, params, filters["top_k"])
+        want = nl.select(logits, temperature=temperature, **filters, impl="reference")
+        assert got.counts.tolist() == want.counts.tolist()
+        assert torch.equal(got.ids, want.ids)
+        assert torch.equal(got.logits, want.logits)
+        torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)

@@ -297,7 +297,7 @@ def check_disagreement(rank, world):
     short = nl.LMHead(weight[start : stop - odd], **whole)
     raises("must make up the ids 0 to 1000, got ids up to 999", lambda: short.sample(hidden, params))
     assert head.sample(hidden, params).tokens.shape == (7,)  # and nobody hangs
-    raises('impl must be "auto" or "torch"', lambda: head.sample(hidden, params, impl="reference"))
+    raises('impl must be "auto", "torch" or "hopper"', lambda: head.sample(hidden, params, impl="reference"))
     raises("the same request", lambda: head.sample(hidden, params, logprobs=True, top_logprobs=2 + odd))
     raises("the same request", lambda: head.select(hidden, top_k=2 + odd))
     other = nl.LMHead(weight[start:stop], **whole, merge="group" if odd else "pathwise")

@@ -123,22 +123,26 @@ def _sample_shard(
     from . import sharded  # torch.distributed is not everywhere
 
     rows = make_rows(params, hidden.shape[0], shard.vocab_size, hidden.device)
-    _check_ranks(shard, hidden, rows, (num_samples, processed, raw, top_logprobs), impl, validate)
+    name = _check_ranks(shard, hidden, rows, (num_samples, processed, raw, top_logprobs), impl, validate)
     if hidden.shape[0] == 0 or num_samples == 0:
         drawn = _empty(hidden, num_samples, processed, raw)
     else:
-        drawn = sharded.sample(shard, hidden.detach(), rows, num_samples, processed, raw)
-    if not top_logprobs:
+        drawn = sharded.sample(shard, hidden.detach(), rows, num_samples, processed, raw, name, top_logprobs)
+    if not top_logprobs or drawn.top is not None or drawn.raw_top is not None:
         return drawn
     return _with_top(drawn, lambda some: sharded.top_tokens(shard, hidden.detach(), some, top_logprobs), rows, processed, raw)
 
 
-def _check_ranks(shard: Shard, hidden: Tensor, rows: RowParams, asked: tuple[object, ...], impl: Impl, validate: bool) -> None:
-    """Whether a shard can be drawn from so, and, if ``validate``, whether all ranks ask alike."""
-    if impl not in ("auto", "torch"):
-        raise ValueError(f'impl must be "auto" or "torch" for a shard of a head, got {impl!r}')
-    if not validate:
-        return
+def _check_ranks(shard: Shard, hidden: Tensor, rows: RowParams, asked: tuple[object, ...], impl: Impl, validate: bool) -> str:
+    """The implementation of a draw from a shard. Whether all ranks ask alike, if they are to ``validate`` that.
+
+    The host waits for that, so a draw that is captured into a graph goes without.
+    """
+    if impl not in ("auto", "torch", "hopper"):
+        raise ValueError(f'impl must be "auto", "torch" or "hopper" for a shard of a head, got {impl!r}')
+    name = "hopper" if resolve(impl, hidden.device) == "hopper" else "torch"
+    if not validate or (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return name
     from . import sharded
 
     request = tuple(
@@ -147,6 +151,7 @@ def _check_ranks(shard: Shard, hidden: Tensor, rows: RowParams, asked: tuple[obj
         if value is not None
     )
     sharded.check_agreement(shard, hidden, (*asked, *request))
+    return name
 
 
 def sample_logits(

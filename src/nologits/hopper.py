@@ -18,17 +18,14 @@ from torch import Tensor
 from . import filtered, fused
 from .distribution import log_softmax_at
 from .kernels.arguments import tma_fits
-from .kernels.categorical_sm90 import launch_draw
-from .kernels.config import HopperConfig, hopper_config
+from .kernels.categorical_sm90 import launch_draw, launch_select
+from .kernels.config import FILTERED_ROWS, HopperConfig, hopper_config
 from .kernels.filters_sm90 import launch_filtered_draw, launch_mask
 from .params import RowParams
 from .selection import order_words, token_of
 from .sources import HiddenSource, LogitsSource, Source, transform
+from .tops import MAX_TOP
 from .types import Candidates, Samples, TopTokens
-
-FILTERED_ROWS = 512
-"""Rows of one filtered draw from hidden states. Beyond, the matmul's time is its arithmetic, and more rows at once would only
-leave fewer blocks a row to tell where its largest logits begin."""
 
 
 def sample(
@@ -57,7 +54,13 @@ def filter_logits(logits: Tensor, rows: RowParams, out: Tensor, mask_value: floa
 
 
 def select(source: HiddenSource | LogitsSource, rows: RowParams, width: int) -> Candidates:
-    """The kept set of each row, sorted, in ``width`` columns: filtered by the kernel, ordered by torch."""
+    """The kept set of each row, sorted, in ``width`` columns.
+
+    Small sets of a head come from the draw's own pass. Others are filtered by the kernel that reads logits, and ordered by
+    torch.
+    """
+    if isinstance(source, HiddenSource) and 0 < width <= MAX_TOP and not obstacle(source, rows, 1, False):
+        return _select_fused(source, rows, width)
     made: Source = fused.KernelSource(source) if isinstance(source, HiddenSource) else source
     return filtered.select(made, rows, width, _rank_kept)
 
@@ -109,16 +112,30 @@ def _sample_fused(source: HiddenSource, rows: RowParams, processed: bool, raw: b
     for start in range(0, source.batch, FILTERED_ROWS):
         some = source.rows(start, min(source.batch, start + FILTERED_ROWS))
         parts.append(launch_draw(some, rows.block(start, start + some.batch), processed, raw, config_for(some), num_top))
-    return _joined(parts)
+    return joined(parts)
 
 
-def _joined(parts: list[Samples]) -> Samples:
+def joined(parts: list[Samples]) -> Samples:
+    """The draws of blocks of rows, as one."""
+
     def join(pieces: Sequence[Any]) -> Any:
         if isinstance(pieces[0], TopTokens):
             return TopTokens(*map(torch.cat, zip(*pieces, strict=True)))
         return None if pieces[0] is None else torch.cat(list(pieces))
 
     return Samples(*map(join, zip(*parts, strict=True)))
+
+
+def _select_fused(source: HiddenSource, rows: RowParams, width: int) -> Candidates:
+    """No kept set is larger than ``width``: that is the ``top_k`` of all rows, or the vocabulary."""
+    if not tma_fits(source.hidden):
+        source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
+    parts = []
+    for start in range(0, source.batch, FILTERED_ROWS):
+        stop = min(source.batch, start + FILTERED_ROWS)
+        some = source.rows(start, stop)
+        parts.append(launch_select(some, rows.block(start, stop), config_for(some), width))
+    return parts[0] if len(parts) == 1 else Candidates(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, processed: bool, raw: bool) -> Samples:
@@ -135,7 +152,7 @@ def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, proce
         head_logits = made.rows(start, stop).chunk(0, source.vocab)
         drawn = launch_filtered_draw(transform(head_logits, some, 0, source.vocab), some, processed)
         parts.append(drawn._replace(raw_logprobs=_raw_logprobs(head_logits, drawn.tokens)) if raw else drawn)
-    return _joined(parts)
+    return joined(parts)
 
 
 def _rank_kept(logits: Tensor, rows: RowParams, width: int) -> tuple[Tensor, Tensor]:

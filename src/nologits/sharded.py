@@ -44,10 +44,21 @@ class Shard(NamedTuple):
     merge: MergeRule = "pathwise"
 
 
-def sample(shard: Shard, hidden: Tensor, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
+def sample(
+    shard: Shard,
+    hidden: Tensor,
+    rows: RowParams,
+    num_samples: int,
+    processed: bool,
+    raw: bool,
+    impl: str = "torch",
+    num_top: int = 0,
+) -> Samples:
     """Draws ``[B, S]`` tokens, the same on every rank; arguments and results as :func:`nologits.reference.sample`.
 
-    ``rows`` is the request for the whole vocabulary. Unseeded rows take rank 0's entropy.
+    ``rows`` is the request for the whole vocabulary. Unseeded rows take rank 0's entropy. ``impl`` is ``"hopper"`` or
+    ``"torch"``, which also computes what the kernels do not. The ``num_top`` likeliest tokens come with the draw where they
+    come from the same pass, else not at all.
 
     Raises:
         ValueError: filters under the group merge.
@@ -58,10 +69,37 @@ def sample(shard: Shard, hidden: Tensor, rows: RowParams, num_samples: int, proc
         entropy = rows.entropy.clone()
         _run(shard.group, lambda: dist.broadcast(entropy, group=shard.group, group_src=0))
         rows = rows._replace(entropy=entropy)
-    rows = rows.with_keys(len(hidden), hidden.device)
     source = HiddenSource(hidden, shard.head)
+    if impl == "hopper" and (drawn := _linked(shard, source, rows, num_samples, processed, raw, num_top)) is not None:
+        return drawn
+    rows = rows.with_keys(len(hidden), hidden.device)
     draw = _filtered if rows.filtered else _unfiltered
     return draw(shard, source, rows, num_samples, processed, raw)
+
+
+def _linked(
+    shard: Shard, source: HiddenSource, rows: RowParams, num_samples: int, processed: bool, raw: bool, num_top: int
+) -> Samples | None:
+    """The draw by the Hopper kernels, where they make it."""
+    from . import linked  # loads CUDA's compiler
+    from .kernels.categorical_sm90 import Extent
+    from .transport import transport_for
+
+    if shard.merge != "pathwise" or linked.obstacle(source.hidden, rows, num_samples, raw):
+        return None
+    transport = transport_for(shard.group, source.device, shard.vocab_size)
+    if transport is None:
+        return None
+    extent = Extent(shard.start, source.vocab, shard.vocab_size, dist.get_world_size(shard.group))
+    # Raw lists have tokens that a mask hides, which are no candidates; and lists of rows that are left open are not made
+    num_top = num_top if transport.peer_buffers() and not (raw and rows.allowed is not None) else 0
+    keyed = rows if transport.peer_buffers() else rows.with_keys(source.batch, source.device)
+
+    def settle(start: int, stop: int) -> Samples:
+        whole = LogitsSource(_gather_logits(shard, source.rows(start, stop)))
+        return filtered.sample(whole, keyed.block(start, stop), 1, processed, raw, draw_kept)
+
+    return linked.sample(source, extent, transport, keyed, processed, raw, num_top, settle)
 
 
 def check_agreement(shard: Shard, hidden: Tensor, request: tuple[object, ...]) -> None:

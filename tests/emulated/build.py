@@ -39,6 +39,8 @@ COPIED = (
     "sweep.cuh",
     "settle.cuh",
     "finish.cu",
+    "exchange.cuh",
+    "exchange.cu",
 )
 FLAGS = (
     "-std=c++17 -O1 -march=native -ffp-contract=fast -fno-strict-aliasing -fvisibility=hidden -fno-gnu-unique -w -fPIC -shared"
@@ -82,11 +84,29 @@ def build(gxx, folder, defines, name="filters"):
 @functools.cache
 def launcher(name="filters_sm90"):
     """A module of launchers, also where CUDA's bindings are not installed: here it launches nothing by them."""
+    known = (
+        {"nologits.kernels.categorical_sm90": launcher("categorical_sm90")} if name == "shard_sm90" else {}
+    )  # one module, not a second copy
     name = f"nologits.kernels.{name}"
     importlib.import_module("nologits.kernels.arguments")  # what it imports besides is loaded before, and stays
     try:
         return importlib.import_module(name)
     except ImportError:
         bindings = ("cuda", "cuda.bindings", "cuda.bindings.driver", "cuda.bindings.nvrtc")
-        with mock.patch.dict(sys.modules, {part: mock.MagicMock() for part in bindings}):
+        with mock.patch.dict(sys.modules, {part: mock.MagicMock() for part in bindings} | known):
             return importlib.import_module(name)
+
+
+def launch_tiles(library, ranks, logits, grid, shared, seed, poison):
+    """Starts a kernel of ``tiles.cpp``; ``ranks`` are each rank's arguments, ``logits [rows, V]`` its matmul's."""
+
+    class Rank(ctypes.Structure):
+        _fields_ = [("params", ctypes.c_void_p), ("links", ctypes.c_void_p)]
+
+    structures = [[part for part in arguments if isinstance(part, ctypes.Structure)] for arguments in ranks]
+    given = (Rank * len(ranks))(*[Rank(*map(ctypes.addressof, parts)) for parts in structures])
+    rows = (ctypes.c_void_p * len(ranks))(*[part.data_ptr() for part in logits])
+    library.launch.argtypes = [
+        ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_int] * 3, ctypes.c_ulonglong, ctypes.c_int
+    ]  # fmt: skip
+    return library.launch(given, len(ranks), rows, *grid, shared, seed, poison)

@@ -96,6 +96,7 @@ struct Block {
 struct Shape {
     u32 cluster, threads, static_bytes, dynamic_bytes;
     bool columns = false;  // the blocks that run together are a column of the grid, not a part of its row
+    u32 ranks = 1;         // or a column each of several grids, of devices that wait for one another
     u32 dynamic_at() const { return 2 * GUARD + (static_bytes + 15) / 16 * 16; }
     u32 bytes() const { return dynamic_at() + (dynamic_bytes + 15) / 16 * 16 + GUARD; }
 };
@@ -223,6 +224,9 @@ inline void* shared_pointer(u32 address, u32 bytes) {
     return current->block->cluster[address >> 24].shared + (address & 0xFFFFFF);
 }
 
+// Of the device that the thread runs on.
+inline u32 device() { return current->block->rank / grid.y; }
+
 inline void* static_memory() { return current->block->shared + GUARD; }
 inline void* dynamic_memory() { return current->block->shared + shape.dynamic_at(); }
 
@@ -247,7 +251,7 @@ inline const char* run_cluster(void (*kernel)(const void*), const void* with, Sh
         if (stacks == MAP_FAILED) return stacks = nullptr, there = 0, "no memory for stacks";
         there = count;
     }
-    grid = {1, of.cluster};
+    grid = {1, of.cluster / of.ranks};
     shape = of, body = kernel, argument = with, shuffled = seed, finished = 0, failure = nullptr;
     whole = Meeting{count};
     std::vector<Block> blocks(of.cluster);
@@ -258,7 +262,7 @@ inline const char* run_cluster(void (*kernel)(const void*), const void* with, Sh
     ready.clear();
     for (u32 b = 0; b < of.cluster; ++b) {
         char* const shared = first + b * of.bytes();
-        const Index place = of.columns ? Index{row, b} : Index{row * of.cluster + b};
+        const Index place = of.columns ? Index{row, b % grid.y} : Index{row * of.cluster + b};
         blocks[b] = {Meeting{of.threads}, {0, 0}, {}, place, b, blocks.data(), shared};
         memset(shared + GUARD, poison, of.static_bytes);
         memset(shared + of.dynamic_at(), poison, of.dynamic_bytes);

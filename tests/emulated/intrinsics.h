@@ -78,6 +78,7 @@ inline u32 atomicAdd(u32* at, u32 value) { return std::exchange(*at, *at + value
 inline u32 atomicMax(u32* at, u32 value) { return std::exchange(*at, value > *at ? value : *at); }
 inline u32 atomicOr(u32* at, u32 value) { return std::exchange(*at, *at | value); }
 inline void __threadfence() {}
+inline void __threadfence_system() {}
 inline void __trap() {}  // said of an alignment that is not emulated
 inline u64 atomicAdd(u64* at, u64 value) { return std::exchange(*at, *at + value); }
 inline int atomicMin(int* at, int value) { return std::exchange(*at, value < *at ? value : *at); }
@@ -124,6 +125,7 @@ inline float __int_as_float(int x) { return emulated::cast_bits<float>(x); }
 inline u32 __float_as_uint(float x) { return emulated::cast_bits<u32>(x); }
 inline float __uint_as_float(u32 x) { return emulated::cast_bits<float>(x); }
 inline i64 __double_as_longlong(double x) { return emulated::cast_bits<i64>(x); }
+inline double __longlong_as_double(i64 x) { return emulated::cast_bits<double>(x); }
 inline int __double2loint(double x) { return static_cast<int>(__double_as_longlong(x)); }
 inline int __double2hiint(double x) { return static_cast<int>(__double_as_longlong(x) >> 32); }
 inline double __hiloint2double(int high, int low) {

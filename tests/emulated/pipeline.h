@@ -3,8 +3,8 @@
 #include "tile.cuh"
 
 namespace emulated {
-inline const float* logits;  // [rows, V] of the head, before anything is added
-inline int rows, vocab;
+inline const float* const* logits;  // of each device: [rows, V] of the head, before anything is added
+inline int rows, vocab[8];
 }  // namespace emulated
 
 struct Ring {
@@ -24,11 +24,13 @@ template <typename Between>
 inline int multiply(float (&x)[SETS][IDS], int steps, u32, u32, u32, Ring&, Between between) {
     const int lane = threadIdx.x & 31, row0 = emulated::current->row0 - 64 * (SETS - 1), v0 = emulated::current->tile * TILE_V + 2 * (lane & 3);
     for (int step = 0; step < steps; ++step) between(step);
+    const float* const logits = emulated::logits[emulated::device()];
+    const int vocab = emulated::vocab[emulated::device()];
     for (int set = 0; set < SETS; ++set)
         for (int h = 0; h < 2; ++h)
             for (int i = 0; i < IDS / 2; ++i) {
                 const int row = row0 + 64 * set + (lane >> 2) + 8 * h, id = v0 + offset_at(i);
-                x[set][register_at(i, h)] = row < emulated::rows && id < emulated::vocab ? emulated::logits[static_cast<i64>(row) * emulated::vocab + id] : 0.0f;
+                x[set][register_at(i, h)] = row < emulated::rows && id < vocab ? logits[static_cast<i64>(row) * vocab + id] : 0.0f;
             }
     return 0;
 }

@@ -29,6 +29,14 @@ inline u32 load_relaxed(const u32* word) {
 inline u32 load_acquire(const u32* word) { return load_relaxed(word); }
 inline void store_relaxed(u32* word, u32 value) { *word = value; }
 
+inline u64 load_system(const u64* word) { return *word; }
+inline void store_system(u64* word, u64 value) { *word = value; }
+template <typename Wanted>
+inline u64 wait_system(const u64* word, Wanted wanted) {
+    while (!wanted(*word)) emulated::yield();
+    return *word;
+}
+
 inline u32 clock_cycles() {
     static u32 cycles = 0;
     return ++cycles;

@@ -5,6 +5,7 @@ Every rank has V / N rows of the head and all hidden states. A row's time is tha
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ..testing import compare_tokens
 from .cases import CASES, Case, make_inputs, make_weight
 from .modes import MODES, Mode
 from .peer_draws import flashinfer_draw
-from .peers import SkipError, brief
+from .peers import SkipError, brief, flashsampling_kernel
 from .ranks import Rank, measure_together, run_ranks
 from .suite import ROW_KEYS, SCHEMA, Call, Plan, Record, Row, Variant, commit, environment
 from .timing import Timing, extra_bytes, measure_ceilings
@@ -147,6 +148,9 @@ def _check(rank: Rank, inputs: Inputs) -> int:
         drawn = _draw(inputs)
     finally:
         sharded._gather = gather
+    if not counted[0]:  # the kernels told each other, not a gather
+        traffic = _transport(rank, inputs).traffic
+        counted[0] = round(traffic.bytes_per_row() * len(inputs.hidden))
     everyone = [torch.empty_like(drawn.tokens) for _ in range(rank.world)]
     dist.all_gather(everyone, drawn.tokens)
     if any(not torch.equal(other, drawn.tokens) for other in everyone):
@@ -154,6 +158,12 @@ def _check(rank: Rank, inputs: Inputs) -> int:
     if rank.number == 0:
         compare_tokens(drawn.tokens, inputs.hidden, nl.LMHead(inputs.whole), inputs.params)
     return counted[0] // len(inputs.hidden)
+
+
+def _transport(rank: Rank, inputs: Inputs) -> Any:
+    from ..transport import transport_for
+
+    return transport_for(dist.group.WORLD, rank.device, len(inputs.whole))
 
 
 def _draw(inputs: Inputs) -> nl.Samples:
@@ -216,6 +226,18 @@ def _gather_flashinfer(rank: Rank, inputs: Inputs, sent: int) -> Call:
     return flashinfer_draw(lambda: gather().float(), inputs.params)
 
 
+def _flashsampling(rank: Rank, inputs: Inputs, sent: int) -> Call:
+    """The reference of the paper: its kernel writes each tile's winner to all ranks, a barrier and a reduction follow."""
+    if inputs.mode != Mode():
+        raise SkipError("its kernel draws by temperature alone")
+    if rank.device.type != "cuda":
+        raise SkipError("its kernel needs a GPU")
+    kernel = flashsampling_kernel()
+    info = importlib.import_module("fused_mm_sampling.tp_info").TPInfo(rank.number, rank.world)
+    temperature = torch.tensor(inputs.mode.temperature, device=rank.device)
+    return lambda: kernel(inputs.shard, inputs.hidden, 1, temperature, 7, tp=info)
+
+
 PROVIDERS: dict[str, Callable[[Rank, Inputs, int], Call]] = {
     FLOOR: _matmul,
     EXCHANGE: _exchange,
@@ -223,11 +245,12 @@ PROVIDERS: dict[str, Callable[[Rank, Inputs, int], Call]] = {
     "gather-nologits": _gather_nologits,
     "gather-multinomial": _gather_multinomial,
     "gather-flashinfer": _gather_flashinfer,
+    "flashsampling": _flashsampling,
 }
 
 
 def _rows(case: Case, batch: int, mode: str, timings: dict[str, Timing], memory: dict[str, int | None], sent: int) -> list[Row]:
-    others = [timing.us for name, timing in timings.items() if name.startswith("gather")]
+    others = [timing.us for name, timing in timings.items() if name not in (FLOOR, EXCHANGE, OURS)]
     rows = []
     for name, timing in timings.items():
         times = [round(value, 1) for value in timing[:3]]

@@ -7,13 +7,16 @@ Without filters those are ``sm90/categorical.cu`` and ``sm90/merge.cu``. With fi
 from __future__ import annotations
 
 import ctypes
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..distribution import log_softmax_at
 from ..params import RowParams
+from ..selection import value_of
 from ..sources import HiddenSource
-from ..types import Samples, TopTokens
+from ..types import Candidates, Samples, TopTokens
 from .arguments import filter_arguments, on_device, stride_of, temperature_arguments
 from .config import HopperConfig, multiprocessors
 from .nvrtc import Defines, Kernel, load, tensor_map
@@ -65,7 +68,53 @@ class Params(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in _FILTER_INTEGERS]
         + [(name, ctypes.c_double) for name in ("top_p_value", "min_p_value")]
         + [(name, ctypes.c_int32) for name in ("top_k_wide", "top_p_wide", "min_p_wide", "num_top", "made_rows")]
+        + [(name, ctypes.c_int32) for name in ("first", "skip", "vocab", "room", "ranks")]
+        + [("doubts", ctypes.c_void_p)]
     )
+
+
+class Links(ctypes.Structure):
+    """``Links`` of ``sm90/exchange.cuh``, field by field; all 0 where no ranks are linked."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("buffers", "sent", "got")]
+        + [(name, ctypes.c_int64) for name in ("heads_at", "lists_at", "made_at")]
+        + [(name, ctypes.c_int32) for name in ("rank", "rows", "list_rows")]
+    )
+
+
+class Extent(NamedTuple):
+    """Which of a vocabulary's ids a head has: all of them, or as one of ``ranks`` shards the ``size`` from ``start`` on."""
+
+    start: int
+    size: int
+    vocab: int
+    ranks: int = 1
+
+    @property
+    def first(self) -> int:
+        """Where the kernels count from: noise is made for 128 ids at a time."""
+        return self.start - self.skip
+
+    @property
+    def skip(self) -> int:
+        """Ids from there to the first that the head has."""
+        return self.start % 128
+
+    @property
+    def end(self) -> int:
+        """Ids from there to its end."""
+        return self.skip + self.size
+
+    @property
+    def room(self) -> int:
+        """Candidates that it may have."""
+        return CAPACITY // self.ranks
+
+
+def whole(vocab: int) -> Extent:
+    """The extent of a head that is no shard."""
+    return Extent(0, vocab, vocab)
 
 
 def shared_bytes(config: HopperConfig, gathers: bool = False) -> int:
@@ -85,13 +134,19 @@ def grid(config: HopperConfig, batch: int, vocab: int, masses: bool, processors:
 
 
 def tile_kernel(
-    source: HiddenSource, rows: RowParams, mass: bool, raw: bool, config: HopperConfig, gathers: bool = False
+    source: HiddenSource,
+    rows: RowParams,
+    mass: bool,
+    raw: bool,
+    config: HopperConfig,
+    gathers: bool = False,
+    shard: bool = False,
 ) -> Kernel:
-    """The tile kernel for these features, compiled on first use; ``gathers`` candidates."""
+    """The tile kernel for these features, compiled on first use; ``gathers`` candidates; the head is a ``shard``."""
     defines = (
         ("TURNS", int(config.turns)), ("ROWS", config.rows), ("STAGES", config.stages), ("PAIR", config.pair),
         ("CLUSTER", config.cluster), ("GREEDY", int(rows.greedy)),
-        ("FILTER", int(gathers)), ("REST", int(gathers and _has_top_p(rows))),
+        ("FILTER", int(gathers)), ("REST", int(gathers and has_top_p(rows))), ("SHARD", int(shard)),
         *_head_features(source, rows, mass, raw),
     )  # fmt: skip
     return load(
@@ -99,16 +154,16 @@ def tile_kernel(
     )
 
 
-def finish_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool) -> Kernel:
+def finish_kernel(source: HiddenSource, rows: RowParams, mass: bool, raw: bool, shard: bool = False) -> Kernel:
     """The kernel that settles open rows."""
-    defines = (("REST", 0), *_head_features(source, rows, mass, raw))
+    defines = (("REST", 0), ("SHARD", int(shard)), *_head_features(source, rows, mass, raw))
     return load("finish", "finish_rows", _TILE_THREADS, _FINISH_BYTES, defines, _index(source.device))
 
 
-def choose_kernel(device: torch.device, batch: int, mass: bool, raw: bool, top: bool) -> Kernel:
+def choose_kernel(device: torch.device, batch: int, mass: bool, raw: bool, top: bool, shard: bool = False) -> Kernel:
     """The kernel that draws from candidates: two blocks share a multiprocessor where there are more rows than those."""
     blocks = 1 if batch <= multiprocessors(device) else 2
-    defines = (("BLOCKS", blocks), ("TOP", int(top)), ("MASS", int(mass)), ("RAW", int(raw)))
+    defines = (("BLOCKS", blocks), ("TOP", int(top)), ("MASS", int(mass)), ("RAW", int(raw)), ("SHARD", int(shard)))
     return load("choose", "choose_tokens", _CHOOSE_THREADS, _CHOOSE_BYTES, defines, _index(device))
 
 
@@ -140,73 +195,155 @@ def launch_draw(
 
     Operands must fit the copy engine (:func:`nologits.hopper.obstacle`).
     """
-    hidden, head, device = source.hidden, source.head, source.device
-    batch, depth, vocab = *hidden.shape, head.vocab_size
-    processors = multiprocessors(device)
-    row_blocks, slots = grid(config, batch, vocab, mass or raw, processors)
-    mass_tiles = -(-vocab // _MASS_IDS)
-    box_rows = min(config.rows, -(-batch // 8) * 8)
+    device, batch, vocab = source.device, source.batch, source.vocab
+    gathers = rows.filtered or num_top > 0
+    out = empty_samples(batch, mass, raw, num_top, device)
+    launch = DrawLaunch(source, rows, out, whole(vocab), config, gathers)
+    launch.start_tiles()
+    with on_device(device):
+        if not gathers:
+            merge_kernel(device, rows.greedy, mass, raw).launch((batch, 1), [launch.params], device, dependent=True)
+            return out
+        choose_kernel(device, batch, mass, raw, num_top > 0).launch((batch, 1), [launch.params], device, dependent=True)
+        launch.start_finish(launch.params, Links())
+    return out
+
+
+def launch_select(source: HiddenSource, rows: RowParams, config: HopperConfig, width: int) -> Candidates:
+    """What the filters keep of each row, in ``width`` columns, of which no row needs more; operands as for a draw.
+
+    It is the likeliest tokens' list that a draw makes on the way.
+    """
+    device, batch = source.device, source.batch
+    out = empty_samples(batch, True, False, width, device)
+    launch = DrawLaunch(source, rows, out, whole(source.vocab), config, True)
+    launch.start_tiles()
+    with on_device(device):
+        choose_kernel(device, batch, True, False, True).launch((batch, 1), [launch.params], device, dependent=True)
+        launch.start_finish(launch.params, Links())
+    assert out.top is not None
+    tops = launch.scratch["tops"]
+    assert tops is not None
+    kept = out.top.ids >= 0
+    # An entry is a word whose order has its sign turned
+    logits = value_of(tops ^ torch.iinfo(torch.int64).min).masked_fill(~kept, float("-inf"))
+    columns = torch.arange(width, device=device).expand(batch, -1)
+    logprobs = log_softmax_at(logits, columns, rows.temperature32).masked_fill(~kept, float("-inf"))
+    return Candidates(out.top.ids, logits, logprobs, kept.sum(-1))
+
+
+def empty_samples(batch: int, mass: bool, raw: bool, num_top: int, device: torch.device) -> Samples:
+    """Results of one draw a row, to be written."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    winners = empty(batch, slots, 2)
-    masses = empty(batch, mass_tiles, 2) if mass else None
-    raw_masses = empty(batch, mass_tiles, 2) if raw else None
-
     def tops(wanted: bool) -> TopTokens | None:
         return TopTokens(empty(batch, num_top, dtype=torch.int64), empty(batch, num_top)) if num_top and wanted else None
 
-    out = Samples(
+    return Samples(
         empty(batch, 1, dtype=torch.int64), empty(batch, 1) if mass else None, empty(batch, 1) if raw else None,
         empty(batch) if mass else None, tops(mass), tops(raw),
     )  # fmt: skip
-    gathers = rows.filtered or num_top > 0
-    temperature = temperature_arguments(rows)
-    tensors: dict[str, Tensor | None] = {
-        "bias": head.bias, "logit_bias": rows.logit_bias, "bias_ids": rows.bias_ids, "bias_values": rows.bias_values,
-        "allowed": rows.allowed, "temperature": temperature["temperature_ptr"],
-        "seed": rows.seed, "position": rows.position, "entropy": rows.entropy,
-        "winners": winners, "masses": masses, "raw_masses": raw_masses,
-        "tokens": out.tokens, "logprobs": out.logprobs, "raw_logprobs": out.raw_logprobs, "log_masses": out.log_mass,
-    }  # fmt: skip
-    numbers: dict[str, int | float] = {}
-    if gathers:
-        filters, numbers = filter_arguments(rows)
-        tensors |= filters | _filter_scratch(batch, vocab, slots, num_top, _has_top_p(rows), device)
-        numbers |= {"num_top": num_top, "made_rows": _made_rows(batch)}
-        for name, top in (("top", out.top), ("raw_top", out.raw_top)):
-            if top is not None:
-                tensors |= {f"{name}_ids": top.ids, f"{name}_logprobs": top.logprobs}
-    params = Params(
-        **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}, **numbers,
-        stride_logit_bias=stride_of(rows.logit_bias, 0), stride_bias_ids=stride_of(rows.bias_ids, 0),
-        stride_bias_values=stride_of(rows.bias_values, 0), stride_allowed=stride_of(rows.allowed, 0),
-        stride_temperature=temperature["stride_temperature"], stride_seed=stride_of(rows.seed, 0),
-        stride_position=stride_of(rows.position, 0),
-        B=batch, V=vocab, D=depth, tiles=-(-vocab // config.tile), mass_tiles=mass_tiles, slots=slots, box_rows=box_rows,
-        num_biased=rows.num_biased, temperature_value=temperature["temperature_value"],
-        scale=head.scale, softcap=head.softcap or 1.0,
-    )  # fmt: skip
-    with on_device(device):
-        maps = [tensor_map(head.weight, config.tile // config.cluster, TILE_D), tensor_map(hidden, box_rows, TILE_D)]
-        tile_kernel(source, rows, mass, raw, config, gathers).launch((row_blocks, slots), [*maps, params], device)
-        if not gathers:
-            merge_kernel(device, rows.greedy, mass, raw).launch((batch, 1), [params], device, dependent=True)
-            return out
-        choose_kernel(device, batch, mass, raw, num_top > 0).launch((batch, 1), [params], device, dependent=True)
+
+
+class DrawLaunch:
+    """The arguments of one draw's kernels, and the launches that all draws have: of the tiles, and of what settles open rows.
+
+    ``params`` are the tile kernel's; ``scratch`` is what it leaves.
+    """
+
+    def __init__(
+        self, source: HiddenSource, rows: RowParams, out: Samples, extent: Extent, config: HopperConfig, gathers: bool
+    ) -> None:
+        self.source, self.rows, self.extent, self.config, self.gathers = source, rows, extent, config, gathers
+        self.mass, self.raw = out.logprobs is not None, out.raw_logprobs is not None
+        self.num_top = next((top.ids.shape[1] for top in (out.top, out.raw_top) if top is not None), 0)
+        self.processors = multiprocessors(source.device)
+        self.grid = grid(config, source.batch, extent.end, self.mass or self.raw, self.processors)
+        self.scratch = self.make_scratch(self.grid[1], -(-extent.end // _MASS_IDS))
+        self.params = self._make_params(out)
+
+    def make_scratch(self, slots: int, mass_tiles: int) -> dict[str, Tensor | None]:
+        """What the kernels tell each other of ``slots`` parts of a row."""
+        batch, device = self.source.batch, self.source.device
+        masses = {
+            name: torch.empty(batch, mass_tiles, 2, device=device) if wanted else None
+            for name, wanted in (("masses", self.mass), ("raw_masses", self.raw))
+        }
+        scratch: dict[str, Tensor | None] = {"winners": torch.empty(batch, slots, 2, device=device), **masses}
+        if self.gathers:
+            scratch |= _filter_scratch(batch, slots, self.num_top, has_top_p(self.rows), device)
+            if self.extent.ranks == 1:  # those of shards are all ranks' (shard_sm90.py)
+                scratch["made"] = torch.empty(made_rows(batch), made_width(self.extent.vocab), device=device)
+        return scratch
+
+    def _make_params(self, out: Samples) -> Params:
+        source, rows, extent, head = self.source, self.rows, self.extent, self.source.head
+        temperature = temperature_arguments(rows)
+        tensors: dict[str, Tensor | None] = {
+            "bias": head.bias, "logit_bias": rows.logit_bias, "bias_ids": rows.bias_ids, "bias_values": rows.bias_values,
+            "allowed": rows.allowed, "temperature": temperature["temperature_ptr"],
+            "seed": rows.seed, "position": rows.position, "entropy": rows.entropy,
+            "tokens": out.tokens, "logprobs": out.logprobs, "raw_logprobs": out.raw_logprobs, "log_masses": out.log_mass,
+            **self.scratch,
+        }  # fmt: skip
+        numbers: dict[str, int | float] = {}
+        if self.gathers:
+            filters, numbers = filter_arguments(rows)
+            tensors |= filters
+            numbers |= {"num_top": self.num_top, "made_rows": made_rows(source.batch)}
+            for name, top in (("top", out.top), ("raw_top", out.raw_top)):
+                if top is not None:
+                    tensors |= {f"{name}_ids": top.ids, f"{name}_logprobs": top.logprobs}
+        params = Params(
+            **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}, **numbers,
+            stride_logit_bias=stride_of(rows.logit_bias, 0), stride_bias_ids=stride_of(rows.bias_ids, 0),
+            stride_bias_values=stride_of(rows.bias_values, 0), stride_allowed=stride_of(rows.allowed, 0),
+            stride_temperature=temperature["stride_temperature"], stride_seed=stride_of(rows.seed, 0),
+            stride_position=stride_of(rows.position, 0),
+            B=source.batch, V=extent.end, D=source.hidden.shape[1], tiles=-(-extent.end // self.config.tile),
+            mass_tiles=-(-extent.end // _MASS_IDS), slots=self.grid[1], box_rows=self._box_rows(self.config),
+            num_biased=rows.num_biased, temperature_value=temperature["temperature_value"],
+            scale=head.scale, softcap=head.softcap or 1.0,
+            first=extent.first, skip=extent.skip, vocab=extent.vocab, room=extent.room, ranks=extent.ranks,
+        )  # fmt: skip
+        # Where the kernels count from `first`, so do the pointers
+        if head.bias is not None:
+            params.bias -= extent.skip * head.bias.element_size()
+        if rows.logit_bias is not None:
+            params.logit_bias += extent.first * rows.logit_bias.element_size()
+        if rows.allowed is not None:
+            params.allowed += extent.first // 32 * 4
+        return params
+
+    def _box_rows(self, config: HopperConfig) -> int:
+        return min(config.rows, -(-self.source.batch // 8) * 8)
+
+    def _maps(self, config: HopperConfig) -> list[Any]:
+        weight, hidden = self.source.head.weight, self.source.hidden
+        return [tensor_map(weight, config.tile // config.cluster, TILE_D), tensor_map(hidden, self._box_rows(config), TILE_D)]
+
+    def start_tiles(self) -> None:
+        """The matmul, and what is made of its tiles."""
+        device, shard = self.source.device, self.extent.ranks > 1
+        with on_device(device):
+            kernel = tile_kernel(self.source, self.rows, self.mass, self.raw, self.config, self.gathers, shard)
+            kernel.launch(self.grid, [*self._maps(self.config), self.params], device)
+
+    def start_finish(self, params: Params, links: Links) -> None:
+        """What settles the rows that are open then; ``params`` are the kernel's that left them."""
+        device, shard = self.source.device, self.extent.ranks > 1
         finish = Params.from_buffer_copy(params)
-        finish.tiles, finish.box_rows = -(-vocab // _FINISH_CONFIG.tile), min(_FINISH_CONFIG.rows, box_rows)
-        maps = [tensor_map(head.weight, _FINISH_CONFIG.tile, TILE_D), tensor_map(hidden, finish.box_rows, TILE_D)]
-        finish_kernel(source, rows, mass, raw).launch(
-            (1, min(processors, _FINISH_BLOCKS)), [*maps, finish], device, together=True
-        )
-    return out
+        finish.tiles, finish.box_rows = -(-self.extent.end // _FINISH_CONFIG.tile), self._box_rows(_FINISH_CONFIG)
+        blocks = min(self.processors, _FINISH_BLOCKS)
+        with on_device(device):
+            finish_kernel(self.source, self.rows, self.mass, self.raw, shard).launch(
+                (1, blocks), [*self._maps(_FINISH_CONFIG), finish, links], device, together=True
+            )
 
 
-def _filter_scratch(
-    batch: int, vocab: int, slots: int, num_top: int, top_p: bool, device: torch.device
-) -> dict[str, Tensor | None]:
+def _filter_scratch(batch: int, slots: int, num_top: int, top_p: bool, device: torch.device) -> dict[str, Tensor | None]:
     """What the kernels tell each other."""
     sizes = {"gathered": batch, "peaks": batch, "thresholds": batch, "progress": 2, "pilot": batch * slots * _PIECES}
     zeros = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device).split(list(sizes.values()))
@@ -216,18 +353,22 @@ def _filter_scratch(
         "entries": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device),
         "slot_thresholds": torch.empty(batch, slots, device=device),
         "tops": torch.empty(batch, num_top, dtype=torch.int64, device=device) if num_top else None,
-        "made": torch.empty(_made_rows(batch), -(-vocab // _FINISH_CONFIG.tile) * _FINISH_CONFIG.tile, device=device),
         "open": torch.empty(batch, _OPEN_WORDS, dtype=torch.int64, device=device),
         "open_rows": open_rows(device) if _index(device) in _counters or not torch.cuda.is_current_stream_capturing() else None,
     }
 
 
-def _made_rows(batch: int) -> int:
+def made_rows(batch: int) -> int:
     """Open rows of a group whose logits are kept for further sweeps."""
     return max(1, batch // 64)
 
 
-def _has_top_p(rows: RowParams) -> bool:
+def made_width(vocab: int) -> int:
+    """Logits that one of them takes."""
+    return -(-vocab // _FINISH_CONFIG.tile) * _FINISH_CONFIG.tile
+
+
+def has_top_p(rows: RowParams) -> bool:
     return isinstance(rows.top_p, Tensor) or rows.top_p < 1.0
 
 

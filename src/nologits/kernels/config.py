@@ -110,6 +110,10 @@ HOPPER_SHARED_CLUSTERED = HopperConfig(turns=False, rows=128, stages=4, pair=1, 
 HOPPER_CONFIGS = (HOPPER_TURNS_64, HOPPER_TURNS_128, HOPPER_SHARED, HOPPER_SHARED_CLUSTERED)
 """What the Hopper kernel is compiled and tested for."""
 
+FILTERED_ROWS = 512
+"""Rows of one filtered draw from hidden states. Beyond, the matmul's time is its arithmetic, and more rows at once would only
+leave fewer blocks a row to tell where its largest logits begin."""
+
 
 def interpreting() -> bool:
     """Triton runs its kernels in Python, on the CPU (``TRITON_INTERPRET=1`` when the kernels were decorated)."""

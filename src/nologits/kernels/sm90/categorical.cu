@@ -48,11 +48,11 @@ __device__ __forceinline__ void store_slot(const Params& p, const Row& row, cons
 }
 
 // All that is left to make of a tile's bounds.
-__device__ __forceinline__ void make_all_bounds(const Row (&rows)[SETS][2], u32* codes, int v0, int made) {
+__device__ __forceinline__ void make_all_bounds(const Row (&rows)[SETS][2], u32* codes, int id0, int made) {
 #if !GREEDY
 #pragma unroll
     for (int set = 0; set < SETS; ++set)
-        for (int part = made; rows[set][0].warp_drawn && part < SLOTS / 2; ++part) make_bounds(rows[set], codes + set * SLOTS * 32, v0, part);
+        for (int part = made; rows[set][0].warp_drawn && part < SLOTS / 2; ++part) make_bounds(rows[set], codes + set * SLOTS * 32, id0, part);
 #endif
 }
 
@@ -81,11 +81,11 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
     int q = TURNS ? warpgroup : 0;
     if (q == 1) {
         ring.skip(steps);
-        if (tile_at(q) < p.tiles) make_all_bounds(rows, codes, tile_at(q) * TILE_V + 2 * (lane & 3), 0);
+        if (tile_at(q) < p.tiles) make_all_bounds(rows, codes, first_id(p) + tile_at(q) * TILE_V + 2 * (lane & 3), 0);
         made = SLOTS / 2;
     }
     for (; tile_at(q) < p.tiles; q += q_step) {
-        const int tile = tile_at(q), v0 = tile * TILE_V + 2 * (lane & 3);
+        const int tile = tile_at(q), v0 = tile * TILE_V + 2 * (lane & 3), id0 = first_id(p) + v0;
 
         // Logits tile
         if (TURNS && q > 0) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         }
         const int last = multiply(x, steps, stages, full, empty, ring, [&](int step) {
             if (!TURNS && !GREEDY && rows[0][0].warp_drawn)
-                for (; made * steps < SLOTS / 2 * (step + 1); ++made) make_bounds(rows[0], codes, v0, made);
+                for (; made * steps < SLOTS / 2 * (step + 1); ++made) make_bounds(rows[0], codes, id0, made);
         });
         if (TURNS && lane == 0) barrier_arrive(turn + 8 * (warpgroup ^ 1));
         wgmma_wait<0>();
@@ -102,7 +102,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         if (TURNS) ring.skip(steps);
 
         // The first tile's noise; that of the others was made while waiting for a turn, or between multiplications.
-        make_all_bounds(rows, codes, v0, made);
+        make_all_bounds(rows, codes, id0, made);
         __syncwarp();
 
         // Transform, and masses before and after what the request adds
@@ -132,14 +132,14 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         // Scores of those who could win; then, while the other warpgroup multiplies, the next tile's bounds
 #pragma unroll
         for (int set = 0; set < SETS; ++set)
-            if (rows[set][0].warp_drawn) draw(x[set], rows[set], codes + set * SLOTS * 32, v0);
+            if (rows[set][0].warp_drawn) draw(x[set], rows[set], codes + set * SLOTS * 32, id0);
 #if FILTER
         if (!informed) learn_thresholds(x, p, rows, thresholds, warp_row, codes);
         informed = true;
 #pragma unroll
         for (int set = 0; set < SETS; ++set) {
             if (!rows[set][0].warp_valid) continue;
-            gather(x[set], p, rows[set], of_rows + 64 * set, codes + set * SLOTS * 32, v0, [&] {
+            gather(x[set], p, rows[set], of_rows + 64 * set, codes + set * SLOTS * 32, id0, [&] {
 #if REST
                 weigh_rest(x[set], rows[set], of_rows + 64 * set);
 #endif
@@ -149,7 +149,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         made = 0;
         if (TURNS && tile_at(q + q_step) < p.tiles) {
             __syncwarp();
-            make_all_bounds(rows, codes, tile_at(q + q_step) * TILE_V + 2 * (lane & 3), 0);
+            make_all_bounds(rows, codes, first_id(p) + tile_at(q + q_step) * TILE_V + 2 * (lane & 3), 0);
             made = SLOTS / 2;
         }
     }

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(cons
     wait_for_primary();
     __syncthreads();
     const Request& request = work.request;
-    const Filters filters(request, p.V);
+    const Filters filters(request, vocab_of(p));
     if (threadIdx.x == 0) p.open[row].mode = SETTLED;
     if (!filters.any()) {
         if (warp == 0) write_drawn(p, row, request.temperature, possible(request));
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(cons
         int ties;
         if (!find_tops(p, stored, threshold, key_of(peak), ties)) return leave_open(p, row, filters, scale, true, peak);
         // As they are without filters
-        const i64 most = request.temperature > 0.0f ? p.num_top : kept_of_greedy(request, p.V, ties);
+        const i64 most = request.temperature > 0.0f ? p.num_top : kept_of_greedy(request, vocab_of(p), ties);
         write_tops(p, row, 0, most, request.temperature, peak, work.total);
         if (!filters.any()) return;
     }
@@ -93,8 +93,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(cons
     const bool by_min_p = work.threshold == LOWEST_LOGIT || (filters.min_p && work.cut >= threshold);  // that is all that min-p keeps
     const KeyBins bins(lowest, key_of(peak));
     u64 my_mass = 0;
+#if SHARD
+    u64 dropped = 0;  // mass of what is a candidate of its shard and not of the row
+#endif
     each_held(stored, [&](Entry entry) {
         const int key = key_of_entry(entry);
+#if SHARD
+        if (key < threshold && filters.mass_of_all()) dropped += units(value_of(key), scale, work.table);
+#endif
         if (key < lowest) return;
         if (filters.top_k) {
             atomicAdd(&work.bins[bins.bin_of(key)], 1);
@@ -114,6 +120,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(cons
         return write_result(p, row, best, peak, request.temperature, kept_mass);
     }
 
+#if SHARD
+    dropped = reduce_block(Number{dropped}).sum;
+#endif
+
     // Where the last of what is kept lies: for a top-k in all bins down to its own, for a top-p alone in that or, in doubt, a few
     const int bin = THREADS - 1 - threadIdx.x;  // from the top
     const u64 in_bin = filters.top_k ? work.bins[bin] : mass_of(bin, bin == bins.bin_of(key_of(peak))), through = scan_block(in_bin, kept_mass);
@@ -127,9 +137,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(cons
     } else if (whole) {
         aim(0.0);
     } else {
-        const double unit = exp((static_cast<double>(work.threshold) - peak) / request.temperature) * 0x1p40, rest = work.rest * unit;
+        const double unit = exp((static_cast<double>(work.threshold) - peak) / request.temperature) * 0x1p40;
+#if SHARD
+        const double rest = work.rest * unit + static_cast<double>(dropped);
+#else
+        const double rest = work.rest * unit;
+#endif
         aim(rest);
-        doubt = request.top_p * (work.doubt * unit + 0.5 * p.V) + (static_cast<double>(kept_mass) + rest) * 0x1p-44;
+        doubt = request.top_p * (work.doubt * unit + 0.5 * vocab_of(p)) + (static_cast<double>(kept_mass) + rest) * 0x1p-44;
         if (!(static_cast<double>(kept_mass) > target + doubt)) return leave_open(p, row, filters, scale, false, work.threshold);
     }
     const bool above = !filters.top_k && static_cast<double>(through) < target - doubt;

@@ -1,11 +1,12 @@
-// Noise and winners of a tile: bounds for all its tokens, exact scores for the few that could win.
+// Noise and winners of a tile: bounds for all its tokens, exact scores for the few that could win. `id0` is the first of a lane's ids in
+// the tile, counted over the whole vocabulary.
 #pragma once
 #include "tile.cuh"
 
 // The bounds of two groups of one row, which share the keys of Philox's rounds; `part` counts to SLOTS / 2.
-__device__ __forceinline__ void make_bounds(const Row (&rows)[2], u32* codes, int v0, int part) {
+__device__ __forceinline__ void make_bounds(const Row (&rows)[2], u32* codes, int id0, int part) {
     const int slot = 4 * (part >> 1) + (part & 1);
-    const u32 first = v0 + group_offset(slot >> 1);
+    const u32 first = id0 + group_offset(slot >> 1);
     uint4 words[2];
     philox(words, {first, first + 1}, part & 1 ? rows[1].stream : rows[0].stream);
     codes[slot * 32 + (threadIdx.x & 31)] = noise_codes(words[0]);
@@ -33,9 +34,9 @@ __device__ __forceinline__ void group_bounds(float (&bounds)[SLOTS], const float
 }
 
 // Exact scores of the ids of one slot, whose logits have been staged.
-__device__ __forceinline__ void consider(Row (&rows)[2], const float4& logits, int slot, int v0) {
+__device__ __forceinline__ void consider(Row (&rows)[2], const float4& logits, int slot, int id0) {
     const bool second = slot & 1;
-    const u32 group = v0 + group_offset(slot >> 1);
+    const u32 group = id0 + group_offset(slot >> 1);
     Candidate best = second ? rows[1].best : rows[0].best;
     const float logit[4] = {logits.x, logits.y, logits.z, logits.w};
 #if !GREEDY
@@ -60,7 +61,7 @@ __device__ __forceinline__ void consider(Row (&rows)[2], const float4& logits, i
 // Updates the rows' winners with a tile. Groups whose bound reaches the floor of their row are considered, each by the lane
 // that holds it. A floor is known only once something has been considered, so the first round takes those near the
 // largest bound, which usually settles it; later rounds take what the floor found then leaves, until it leaves nothing.
-__device__ __forceinline__ void draw(const float (&x)[IDS], Row (&rows)[2], u32* codes, int v0) {
+__device__ __forceinline__ void draw(const float (&x)[IDS], Row (&rows)[2], u32* codes, int id0) {
     float bounds[SLOTS];
     group_bounds(bounds, x, rows, codes);
     float target[2];
@@ -105,7 +106,7 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], Row (&rows)[2], u32*
         }
         open &= ~taken;
         bool unsettled = reached & ~taken;
-        for (int i = 0; taken; ++i, taken &= taken - 1) consider(rows, staged[i * 32], __ffs(taken) - 1, v0);
+        for (int i = 0; taken; ++i, taken &= taken - 1) consider(rows, staged[i * 32], __ffs(taken) - 1, id0);
         __syncwarp();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

@@ -13,6 +13,9 @@
 //
 // Counts and masses are whole numbers (share.cuh), so nothing depends on the order in which blocks add them.
 //
+// The rows of shards are made by all ranks for all: a sweep that multiplies only gives away what it makes, of as many rows as there is
+// room for, and from then on every rank does the same with the same logits. The others' turn comes when those are settled.
+//
 // Grid: as many blocks as run at once, for they wait for one another. 64 rows at a time; a sweep is a matmul of all of them.
 #ifndef MASS
 #define MASS 0
@@ -42,6 +45,16 @@ __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
     __threadfence();
 }
 
+#if SHARD
+// All blocks of all ranks.
+__device__ __forceinline__ void meet_ranks(const Params& p, const Links& links, u32& arrived) {
+    __threadfence_system();
+    grid_barrier(&p.progress[1], arrived);
+    if (blockIdx.y == 0 && threadIdx.x == 0) rank_barrier(links, p.ranks);
+    grid_barrier(&p.progress[1], arrived);
+}
+#endif
+
 // What the sweep needs to know of its rows.
 __device__ __forceinline__ void load_rows(const Params& p, Workspace& work, int row0, u32 parity, bool first) {
     if (threadIdx.x < ROWS) {
@@ -67,6 +80,7 @@ __device__ __forceinline__ void load_rows(const Params& p, Workspace& work, int 
         int used = 0;
         for (int r = 0; r < ROWS; ++r) {
             if (first) work.slot[r] = work.open[r].mode != SETTLED && used < p.made_rows ? used++ : -1;
+            if (SHARD && work.slot[r] < 0) work.open[r].mode = SETTLED;  // in this round
             if (work.open[r].mode != SETTLED && todo != MULTIPLY) todo = first || work.slot[r] < 0 ? MULTIPLY : READ;
         }
         work.todo[parity] = todo;
@@ -76,7 +90,7 @@ __device__ __forceinline__ void load_rows(const Params& p, Workspace& work, int 
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
-    finish_rows(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap hidden, const __grid_constant__ Params p) {
+    finish_rows(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap hidden, const __grid_constant__ Params p, const __grid_constant__ Links links) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the swizzle needs stages at multiples of 1,024 bytes
     if (!p.progress[0]) return;
     const u32 stages = shared_address(memory);
@@ -87,16 +101,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
     __syncthreads();
 
     Ring ring;
-    u32 parity = 0;
+    u32 parity = 0, todo = NOTHING;
     if (threadIdx.x >= CONSUMER_THREADS) {
         give_registers<24>();
         if (threadIdx.x >= BLOCK_THREADS) return;
         for (int row0 = 0; row0 < p.B; row0 += ROWS) {
-            while (true) {
+            for (bool first = true;; first = SHARD && todo == NOTHING) {
                 named_barrier<BLOCK_THREADS>(2);
-                const u32 todo = work.todo[parity];
+                todo = work.todo[parity];
                 parity ^= 1;
-                if (todo == NOTHING) break;
+                if (todo == NOTHING && (first || !SHARD)) break;
                 if (todo == MULTIPLY && threadIdx.x == CONSUMER_THREADS) produce(&weight, &hidden, p, row0, stages, full, empty, ring);
                 __syncwarp();
             }
@@ -106,13 +120,23 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
         const int warp = threadIdx.x >> 5;
         u32 turn_parity = 0, arrived = 0;
         for (int row0 = 0; row0 < p.B; row0 += ROWS) {
-            for (bool first = true;; first = false) {
+            for (bool first = true;; first = SHARD && todo == NOTHING) {
                 load_rows(p, work, row0, parity, first);
                 named_barrier<BLOCK_THREADS>(2);
-                const Todo todo = static_cast<Todo>(work.todo[parity]);
+                todo = work.todo[parity];
                 parity ^= 1;
-                if (todo == NOTHING) break;
-                sweep(p, work, row0, stages, full, empty, turn, ring, turn_parity, todo);
+                if (todo == NOTHING && (first || !SHARD)) break;
+                if (todo == NOTHING) continue;
+#if SHARD
+                if (todo == MULTIPLY) meet_ranks(p, links, arrived);  // nobody reads what is there now
+#endif
+                sweep(p, links, work, row0, stages, full, empty, turn, ring, turn_parity, static_cast<Todo>(todo));
+#if SHARD
+                if (todo == MULTIPLY) {
+                    meet_ranks(p, links, arrived);
+                    continue;
+                }
+#endif
                 grid_barrier(&p.progress[1], arrived);
                 // Every other warp, for a list takes the tiles of two
                 for (int r = blockIdx.y + warp / 2 * gridDim.y; warp % 2 == 0 && r < ROWS; r += 4 * gridDim.y) {

@@ -2,32 +2,6 @@
 #pragma once
 #include "held.cuh"
 
-// What a row without filters has drawn; by one warp.
-__device__ __forceinline__ void write_drawn(const Params& p, int row, float temperature, bool valid) {
-    const Stream stream = row_stream(p, row);
-    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
-    for (int slot = threadIdx.x; slot < p.slots; slot += 32)
-        keep_better(best, winner_of(p.winners[static_cast<i64>(row) * p.slots + slot], stream, row_spread(temperature)));
-    best = best_of_lanes(best);
-    valid = valid && best.order > score_order(-infinity()) && best.order != NAN_ORDER;
-    if (threadIdx.x == 0) p.tokens[row] = valid ? static_cast<i64>(best.token) : -1;
-#if MASS
-    const bool certain = temperature == 0.0f || best.logit == infinity();
-    const float total = log_total_of_warp(p.masses + static_cast<i64>(row) * p.mass_tiles, p.mass_tiles, best.logit, row_inverse(temperature));
-    if (threadIdx.x == 0) {
-        p.logprobs[row] = valid ? (certain ? 0.0f : -total) : not_a_number();
-        p.log_masses[row] = valid ? (certain ? best.logit : best.logit / temperature + total) : not_a_number();
-    }
-#endif
-    if (valid) {
-        write_raw(p, row, best.logit);
-    } else if (threadIdx.x == 0) {
-#if RAW
-        p.raw_logprobs[row] = not_a_number();
-#endif
-    }
-}
-
 __device__ __forceinline__ void write_invalid(const Params& p, int row) {
     p.tokens[row] = -1;
 #if MASS
@@ -38,33 +12,35 @@ __device__ __forceinline__ void write_invalid(const Params& p, int row) {
 #endif
 }
 
-// Highest threshold of all blocks, and the mass below it; by one warp.
+// Of all blocks, or of all shards; by one warp. Shards have thresholds of their own: what a lower one makes a candidate is no candidate
+// of the row (choose.cu), and their rests come in other units.
 __device__ __forceinline__ void join_slots(const Params& p, int row, float temperature) {
-    float lowest = infinity(), highest = -infinity();
-    double sum = 0.0;
-    for (int slot = threadIdx.x & 31; slot < p.slots; slot += 32) {
-        const float threshold = p.slot_thresholds[static_cast<i64>(row) * p.slots + slot];
-        lowest = fminf(lowest, threshold);
-        highest = fmaxf(highest, threshold);
-        if (p.rests) sum += p.rests[static_cast<i64>(row) * p.slots + slot];
+#if SHARD
+    const int shard = threadIdx.x & 31;
+    const i64 at = static_cast<i64>(row) * p.slots + shard;
+    const float threshold = shard < p.slots ? p.slot_thresholds[at] : LOWEST_LOGIT;
+    float highest = threshold;
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, lanes));
+    Below below = {highest, true, 0.0, 0.0};
+    if (p.rests && shard < p.slots) {
+        const double unit = temperature > 0.0f ? exp((static_cast<double>(threshold) - highest) / temperature) : 0.0;
+        below.rest = p.rests[at] * unit;
+        below.doubt = p.doubts[at] * unit;
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) {
-        lowest = fminf(lowest, __shfl_xor_sync(ALL, lowest, lanes));
-        highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, lanes));
-        sum += __shfl_xor_sync(ALL, sum, lanes);
+        below.rest += __shfl_xor_sync(ALL, below.rest, lanes);
+        below.doubt += __shfl_xor_sync(ALL, below.doubt, lanes);
     }
+#else
+    const Below below = below_slots(p, row, temperature);
+#endif
     if ((threadIdx.x & 31) != 0) return;
-    // Exponents were (x inverse + offset), both factors rounded: by a share of the exponent, and by as much for all. How many octaves lie
-    // below the threshold, on average, is not known; at most as many as if all tokens had the same share.
-    const float inverse = row_inverse(temperature);
-    const double slope_error = 0.6931471805599453 * (inverse * static_cast<double>(temperature) / 1.4426950408889634 - 1.0);
-    const float offset_error = __fmaf_rn(highest, inverse, rest_offset(highest, inverse));
-    const double offset = exp2(-static_cast<double>(offset_error)), octaves = sum * fmaxf(0.0f, 1e-3f + log2_approx(p.V / fmaxf(1e-30f, static_cast<float>(sum))));
-    work.threshold = highest;
-    work.agreed = lowest == highest;
-    work.rest = (sum + 0.5 * slope_error * octaves) * offset;
-    work.doubt = (sum * REST_ERROR + octaves * (REST_ERROR_BY_OCTAVE + 0.5 * fabs(slope_error))) * offset;
+    work.threshold = below.threshold;
+    work.agreed = below.agreed;
+    work.rest = below.rest;
+    work.doubt = below.doubt;
 }
 
 // The block's best, and with it the row's results.

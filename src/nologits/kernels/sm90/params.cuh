@@ -58,7 +58,7 @@ struct Params {
     float* log_masses;
     // strides between rows, in elements; everything else lies densely
     i64 stride_logit_bias, stride_bias_ids, stride_bias_values, stride_allowed, stride_temperature, stride_seed, stride_position;
-    // sizes
+    // sizes; of a shard V is where its ids end, of `vocab` in all (below)
     int B, V, D, tiles, mass_tiles, slots, box_rows, num_biased;
     // scalars
     float temperature_value, scale, softcap;
@@ -99,7 +99,20 @@ struct Params {
     i64 stride_top_k, stride_top_p, stride_min_p, top_k_value;
     double top_p_value, min_p_value;
     int top_k_wide, top_p_wide, min_p_wide, num_top, made_rows;
+
+    // A shard has the ids from `first` + `skip` to below `first` + V of a vocabulary of `vocab`; `first` is a multiple of 128, the ids
+    // of a noise block. All else, where ids lie in memory as well, counts from `first`. Of its candidates `room` are told to the other ranks.
+    int first, skip, vocab, room, ranks;
+    double* doubts;  // [B, ranks]: how far their rests may be off
 };
+
+#ifndef SHARD
+#define SHARD 0  // the head is one of several ranks' shards
+#endif
+
+__device__ __forceinline__ int first_id(const Params& p) { return SHARD ? p.first : 0; }
+__device__ __forceinline__ int vocab_of(const Params& p) { return SHARD ? p.vocab : p.V; }
+__device__ __forceinline__ int room_of(const Params& p) { return SHARD ? p.room : CAPACITY; }
 
 // The noise stream of a row; unseeded rows (seed -1) take the call's entropy and their slot.
 __device__ __forceinline__ Stream row_stream(const Params& p, int row) {

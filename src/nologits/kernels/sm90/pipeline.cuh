@@ -26,7 +26,7 @@ __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap
                                         u32 empty, Ring& ring) {
     const u32 bytes = WEIGHT_BYTES + p.box_rows * TILE_D * 2;
     for (int q = 0; tile_at(q) < p.tiles; ++q) {
-        const int tile = tile_at(q);
+        const int weight_row = tile_at(q) * TILE_V - (SHARD ? p.skip : 0);  // zeros come from before the first
 #pragma unroll 1  // few registers are left here
         for (int d = 0; d < p.D; d += PAIR * TILE_D) {
             Ring next = ring;
@@ -38,11 +38,11 @@ __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap
                 const u32 barrier = full + 8 * ring.stage, target = stages + ring.stage * STAGE_BYTES;
                 barrier_expect_bytes(barrier, bytes);
 #if CLUSTER == 1
-                copy_box(target, weight, barrier, column, tile * TILE_V);
+                copy_box(target, weight, barrier, column, weight_row);
 #else
                 const u32 part = cluster_rank();
                 copy_box_multicast(target + part * (WEIGHT_BYTES / CLUSTER), weight, barrier, column,
-                                   tile * TILE_V + part * (TILE_V / CLUSTER), (1 << CLUSTER) - 1);
+                                   weight_row + part * (TILE_V / CLUSTER), (1 << CLUSTER) - 1);
 #endif
                 copy_box(target + WEIGHT_BYTES, hidden, barrier, column, row0);
             }

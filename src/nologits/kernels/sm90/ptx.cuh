@@ -139,6 +139,35 @@ __device__ __forceinline__ void store_relaxed(u32* word, u32 value) {
     asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+// ---- words that ranks tell each other
+
+__device__ __forceinline__ u64 load_system(const u64* word) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_system(u64* word, u64 value) {
+    asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+}
+
+// The word once it is what is wanted. A rank that does not answer for minutes never will: better an error than a GPU that hangs.
+template <typename Wanted>
+__device__ __forceinline__ u64 wait_system(const u64* word, Wanted wanted) {
+    u64 value = load_system(word);
+    if (wanted(value)) return value;
+    const u64 start = nanoseconds();
+    while (!wanted(value = load_system(word)))
+        if (nanoseconds() - start > 300ull * 1000 * 1000 * 1000) __trap();
+    return value;
+}
+
 // ---- registers
 
 template <int count>

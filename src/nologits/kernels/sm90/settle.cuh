@@ -50,7 +50,7 @@ __device__ __forceinline__ void narrow(const Params& p, int row, OpenRow open, c
     const int lane = threadIdx.x & 31;
     constexpr int EACH = BINS / 32;
     const Request request = request_of(p, row);
-    const Filters filters(request, p.V);
+    const Filters filters(request, vocab_of(p));
     Entry* const words = words_of(p, row);
     const int upper = BINS - 1 - EACH * lane;
     u64 mine = 0;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void narrow(const Params& p, int row, OpenRow open, c
                 if (kept < copies) {
                     open.mode = BY_ID;
                     open.id_first = 0;
-                    open.id_last = p.V - 1;
+                    open.id_last = vocab_of(p) - 1;
                     open.above = 0;
                     open.target = kept;
                 } else {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void settle_tops(const Params& p, int row, const Requ
 #endif
     u32 ties = 0;
     for (int i = lane; i < list.count; i += 32) ties += key_of_entry(list.entries[i]) == key_of(scale.peak);
-    const i64 most = request.temperature > 0.0f ? p.num_top : kept_of_greedy(request, p.V, __reduce_add_sync(ALL, ties));
+    const i64 most = request.temperature > 0.0f ? p.num_top : kept_of_greedy(request, vocab_of(p), __reduce_add_sync(ALL, ties));
     for (int i = lane; i < p.num_top; i += 32) {
         const Entry entry = i < list.count ? list.entries[i] : 0;
         int place = i;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void settle_list(const Params& p, int row, OpenRow op
     const int lane = threadIdx.x & 31;
     Entry* const words = words_of(p, row);
     const Request request = request_of(p, row);
-    const Filters filters(request, p.V);
+    const Filters filters(request, vocab_of(p));
     if (open.mode == WEIGHING) {
         u64 mass = 0;
 #pragma unroll 8

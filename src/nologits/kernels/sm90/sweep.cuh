@@ -2,6 +2,7 @@
 #pragma once
 #include "pipeline.cuh"
 #include "winners.cuh"
+#include "exchange.cuh"
 
 constexpr int PITCH = TILE_V + 4;    // of a row of the tile in shared memory; lanes write to different banks
 constexpr int WARP_ROWS = 16;
@@ -92,7 +93,30 @@ __device__ __forceinline__ void draw_row(const OpenRow& open, const Scale& scale
 
 // ---- a sweep over the block's tiles
 
-__device__ __forceinline__ float* made_of(const Params& p, int slot) { return p.made + static_cast<i64>(slot) * p.tiles * TILE_V; }
+// Tiles of a row that is kept: of a shard those of the whole vocabulary, which all ranks have made.
+__device__ __forceinline__ int row_tiles(const Params& p) { return SHARD ? (vocab_of(p) + TILE_V - 1) / TILE_V : p.tiles; }
+
+__device__ __forceinline__ i64 made_at(const Params& p, int slot) { return static_cast<i64>(slot) * row_tiles(p) * TILE_V; }
+__device__ __forceinline__ float* made_of(const Params& p, int slot) { return p.made + made_at(p, slot); }
+
+#if SHARD
+// A warp gives its rows' part of a tile to all ranks.
+template <typename Logit>
+__device__ __forceinline__ void give_tile(const Params& p, const Workspace& work, const Links& links, int at, Logit logit) {
+    const int lane = threadIdx.x & 31, warp_row = WARP_ROWS * (threadIdx.x >> 5 & 3);
+#pragma unroll 1
+    for (int r = 0; r < WARP_ROWS; ++r) {
+        const int slot = work.slot[warp_row + r];
+        if (slot < 0) continue;
+#pragma unroll 1
+        for (int rank = 0; rank < p.ranks; ++rank) {
+            float* const made = reinterpret_cast<float*>(links.buffers[rank] + links.made_at) + made_at(p, slot) + p.first;
+            for (int place = lane; place < TILE_V; place += 32)
+                if (has_id(p, at * TILE_V + place)) made[at * TILE_V + place] = logit(r, place);
+        }
+    }
+}
+#endif
 
 // A warp takes its rows' part of a tile, whose logits are logit(row of the warp, slot, place in the tile).
 template <typename Logit>
@@ -108,7 +132,7 @@ __device__ __forceinline__ void take_tile(const Params& p, Workspace& work, int 
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
             logits[w] = logit(r, slot, first + word_offset(w));
-            if (slot >= 0) made_of(p, slot)[at * TILE_V + first + word_offset(w)] = logits[w];
+            if (!SHARD && slot >= 0) made_of(p, slot)[at * TILE_V + first + word_offset(w)] = logits[w];
         }
         if (open.mode != DRAWING) add_bins(open, work.scale[row], work.table[row], words_of(p, row0 + row), logits, id);
         if (open.mode >= COLLECTING)
@@ -126,7 +150,7 @@ __device__ __forceinline__ void leave_winners(const Params& p, Workspace& work, 
     }
 }
 
-__device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0, u32 stages, u32 full, u32 empty, u32 turn, Ring& ring, u32& turn_parity, Todo todo) {
+__device__ __forceinline__ void sweep(const Params& p, [[maybe_unused]] const Links& links, Workspace& work, int row0, u32 stages, u32 full, u32 empty, u32 turn, Ring& ring, u32& turn_parity, Todo todo) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warpgroup = warp >> 2, warp_row = WARP_ROWS * (warp & 3);
     const int steps = (p.D + TILE_D - 1) / TILE_D;
     float(&tile)[WARP_ROWS][PITCH] = work.tile[warp];
@@ -137,8 +161,11 @@ __device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0
     __syncwarp();
 
     if (todo == READ) {
-        for (int q = warpgroup; tile_at(q) < p.tiles; q += 2)
-            take_tile(p, work, row0, tile_at(q), [&](int, int slot, int place) { return __ldcg(&made_of(p, slot)[tile_at(q) * TILE_V + place]); });
+        for (int q = warpgroup; tile_at(q) < row_tiles(p); q += 2)
+            take_tile(p, work, row0, tile_at(q), [&](int, int slot, int place) {
+                const int at = tile_at(q) * TILE_V + place;
+                return !SHARD || at < vocab_of(p) ? __ldcg(&made_of(p, slot)[at]) : -infinity();
+            });
         return leave_winners(p, work, row0);
     }
     Ring end = ring;
@@ -168,7 +195,11 @@ __device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0
                 *reinterpret_cast<float2*>(&tile[(lane >> 2) + 8 * h][offset_at(i) + 2 * (lane & 3)]) =
                     make_float2(x[0][register_at(i, h)], x[0][register_at(i + 1, h)]);
         __syncwarp();
+#if SHARD
+        give_tile(p, work, links, at, [&](int r, int place) { return tile[r][place]; });
+#else
         take_tile(p, work, row0, at, [&](int r, int, int place) { return tile[r][place]; });
+#endif
         __syncwarp();
     }
 
@@ -181,5 +212,5 @@ __device__ __forceinline__ void sweep(const Params& p, Workspace& work, int row0
         barrier_wait(turn + 8 * warpgroup, turn_parity);
         turn_parity ^= 1;
     }
-    leave_winners(p, work, row0);
+    if (!SHARD) leave_winners(p, work, row0);
 }

@@ -120,7 +120,7 @@ __device__ __forceinline__ Row make_row(const Params& p, int warp_row, int offse
     const float temperature = row_temperature(p, at);
     bool drawn = valid, warp_drawn = warp_row < p.B, gathered = false;
 #if FILTER
-    const Filters filters(request_of(p, at), p.V);
+    const Filters filters(request_of(p, at), vocab_of(p));
     drawn &= !filters.any();
     warp_drawn = __any_sync(ALL, drawn);
     gathered = valid && (filters.any() || p.num_top > 0);
@@ -141,7 +141,17 @@ constexpr int PIECE = 8;  // of a lane's ids of a row
 
 __device__ __forceinline__ int ids_left(const Params& p, int end, int piece) { return p.V - (end - TILE_V) - 4 * piece; }
 
-// The head's own post-processing; ids beyond the vocabulary become -inf.
+__device__ __forceinline__ bool has_id(const Params& p, int id) { return id < p.V && (!SHARD || id >= p.skip); }
+
+// Ids that are not there become -inf.
+__device__ __forceinline__ void mask_outside(float (&x)[IDS], const Params& p, int v0, int end) {
+    if (end <= p.V && (!SHARD || end - TILE_V >= p.skip)) return;
+#pragma unroll
+    for (int i = 0; i < IDS / 2; ++i)
+        if (!has_id(p, v0 + offset_at(i))) x[register_at(i, 0)] = x[register_at(i, 1)] = -infinity();
+}
+
+// The head's own post-processing.
 __device__ __forceinline__ void head_transform(float (&x)[IDS], const Params& p, int v0, int end) {
 #if BIAS || HEAD_SCALE || SOFTCAP
 #pragma unroll
@@ -151,7 +161,7 @@ __device__ __forceinline__ void head_transform(float (&x)[IDS], const Params& p,
         for (int i = piece; i < piece + PIECE; ++i) {
 #if BIAS
             const int id = v0 + offset_at(i);
-            const float bias = id < p.V ? load_float<BIAS>(p.bias, id) : 0.0f;
+            const float bias = has_id(p, id) ? load_float<BIAS>(p.bias, id) : 0.0f;
 #endif
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -169,11 +179,7 @@ __device__ __forceinline__ void head_transform(float (&x)[IDS], const Params& p,
         }
     }
 #endif
-    if (end > p.V) {
-#pragma unroll
-        for (int i = 0; i < IDS / 2; ++i)
-            if (v0 + offset_at(i) >= p.V) x[register_at(i, 0)] = x[register_at(i, 1)] = -infinity();
-    }
+    mask_outside(x, p, v0, end);
 }
 
 // What the request adds: + logit bias (dense, sparse), mask to -inf.
@@ -203,7 +209,7 @@ __device__ __forceinline__ void request_transform(float (&x)[IDS], const Params&
 #if SPARSE_BIAS
         for (int k = 0; k < p.num_biased; ++k) {
             // Lane q of a row holds the ids that are 2q or 2q + 1 modulo 8; v0 is its first.
-            const i64 at = p.bias_ids[row * p.stride_bias_ids + k] - v0;
+            const i64 at = p.bias_ids[row * p.stride_bias_ids + k] - first_id(p) - v0;
             if (at < 0 || at >= TILE_V || (at & 7) > 1) continue;
             const float value = p.bias_values[row * p.stride_bias_values + k];
 #pragma unroll
@@ -223,4 +229,7 @@ __device__ __forceinline__ void request_transform(float (&x)[IDS], const Params&
         }
 #endif
     }
+#if SHARD && (LOGIT_BIAS || SPARSE_BIAS)
+    mask_outside(x, p, v0, end);  // where a bias of other shards' ids may have been added
+#endif
 }

@@ -102,15 +102,15 @@ struct Pilot {
 // The threshold of a row, by a warp.
 __device__ __forceinline__ float pilot_threshold(const Params& p, int row, u32* memory) {
     const Request request = request_of(p, row);
-    const Filters filters(request, p.V);
-    const int size = gridDim.y * PIECES;
-    if (p.V <= CAPACITY || !possible(request.temperature)) return LOWEST;
+    const Filters filters(request, vocab_of(p));
+    const int size = gridDim.y * PIECES, ranks = SHARD ? p.ranks : 1;  // each shard looks for its share of what is wanted
+    if (p.V <= room_of(p) || !possible(request.temperature)) return LOWEST;
     const Pilot pilot(p, row, memory);
     int rank = filters.top_k && request.top_k <= size ? static_cast<int>(request.top_k) : 0;
-    if (filters.top_k && !rank) rank = rank_for(MARGIN_OF_K * request.top_k, size, p.V);
-    if (filters.mass_of_all()) rank = rank_for(WANTED, size, p.V);
+    if (filters.top_k && !rank) rank = rank_for(MARGIN_OF_K * request.top_k / ranks, size, p.V);
+    if (filters.mass_of_all()) rank = rank_for(WANTED / ranks, size, p.V);
     if (!filters.any() || rank) rank = max(rank, min(size, p.num_top));
-    float threshold = pilot.ranked(rank ? rank : rank_for(ROOM, size, p.V));
+    float threshold = pilot.ranked(rank ? rank : rank_for(ROOM / ranks, size, p.V));
     if (filters.min_p) {  // any below the bound will do
         const float peak = pilot.peak(), reach = request.temperature * logf(static_cast<float>(request.min_p));
         threshold = fmaxf(threshold, peak + reach - (fabsf(peak) + fabsf(reach)) * 1e-6f);
@@ -169,7 +169,7 @@ __device__ __forceinline__ void each_candidate(const float4* staged, const float
 // Appends the logits of a tile that reach their row's threshold; NaNs as well. `thresholds`: of the thread's first row. Calls meanwhile()
 // once, while it waits for memory to say where they go.
 template <typename Meanwhile>
-__device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, Row (&rows)[2], const float* thresholds, u32* codes, int v0, Meanwhile meanwhile) {
+__device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, Row (&rows)[2], const float* thresholds, u32* codes, int id0, Meanwhile meanwhile) {
     u32 reached = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -215,7 +215,7 @@ __device__ __forceinline__ void gather(const float (&x)[IDS], const Params& p, R
         each_candidate(staged, thresholds, taken, [&](int slot, int w, float logit) {
             const u32 at = slot & 1 ? place[1]++ : place[0]++;
             const int row = slot & 1 ? rows[1].row : rows[0].row;
-            if (at < CAPACITY) p.entries[static_cast<i64>(row) * CAPACITY + at] = make_entry(key_of(logit), v0 + group_offset(slot >> 1) + word_offset(w));
+            if (at < CAPACITY) p.entries[static_cast<i64>(row) * CAPACITY + at] = make_entry(key_of(logit), id0 + group_offset(slot >> 1) + word_offset(w));
         });
         __syncwarp();
     } while (__any_sync(ALL, reached));

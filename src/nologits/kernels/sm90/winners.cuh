@@ -80,6 +80,69 @@ __device__ __forceinline__ void write_raw(const Params& p, int row, float logit)
 #endif
 }
 
+// What a row without filters has drawn; by one warp.
+__device__ __forceinline__ void write_drawn(const Params& p, int row, float temperature, bool valid) {
+    const Stream stream = row_stream(p, row);
+    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+    for (int slot = threadIdx.x; slot < p.slots; slot += 32)
+        keep_better(best, winner_of(p.winners[static_cast<i64>(row) * p.slots + slot], stream, row_spread(temperature)));
+    best = best_of_lanes(best);
+    valid = valid && best.order > score_order(-infinity()) && best.order != NAN_ORDER;
+    if (threadIdx.x == 0) p.tokens[row] = valid ? static_cast<i64>(best.token) : -1;
+#if MASS
+    const bool certain = temperature == 0.0f || best.logit == infinity();
+    const float total = log_total_of_warp(p.masses + static_cast<i64>(row) * p.mass_tiles, p.mass_tiles, best.logit, row_inverse(temperature));
+    if (threadIdx.x == 0) {
+        p.logprobs[row] = valid ? (certain ? 0.0f : -total) : not_a_number();
+        p.log_masses[row] = valid ? (certain ? best.logit : best.logit / temperature + total) : not_a_number();
+    }
+#endif
+    if (valid) {
+        write_raw(p, row, best.logit);
+    } else if (threadIdx.x == 0) {
+#if RAW
+        p.raw_logprobs[row] = not_a_number();
+#endif
+    }
+}
+
+// What a row's blocks say of what lies below their thresholds: the highest of those, whether it is that of all, the mass below in its
+// units, and how far that may be off.
+struct Below {
+    float threshold;
+    bool agreed;
+    double rest, doubt;
+};
+
+// By one warp; its first lane has the mass.
+__device__ __forceinline__ Below below_slots(const Params& p, int row, float temperature) {
+    float lowest = infinity(), highest = -infinity();
+    double sum = 0.0;
+    for (int slot = threadIdx.x & 31; slot < p.slots; slot += 32) {
+        const float threshold = p.slot_thresholds[static_cast<i64>(row) * p.slots + slot];
+        lowest = fminf(lowest, threshold);
+        highest = fmaxf(highest, threshold);
+        if (p.rests) sum += p.rests[static_cast<i64>(row) * p.slots + slot];
+    }
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) {
+        lowest = fminf(lowest, __shfl_xor_sync(ALL, lowest, lanes));
+        highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, lanes));
+        sum += __shfl_xor_sync(ALL, sum, lanes);
+    }
+    Below below = {highest, lowest == highest, 0.0, 0.0};
+    if ((threadIdx.x & 31) != 0) return below;
+    // Exponents were (x inverse + offset), both factors rounded: by a share of the exponent, and by as much for all. How many octaves lie
+    // below the threshold, on average, is not known; at most as many as if all tokens had the same share.
+    const float inverse = row_inverse(temperature);
+    const double slope_error = 0.6931471805599453 * (inverse * static_cast<double>(temperature) / 1.4426950408889634 - 1.0);
+    const float offset_error = __fmaf_rn(highest, inverse, rest_offset(highest, inverse));
+    const double offset = exp2(-static_cast<double>(offset_error)), octaves = sum * fmaxf(0.0f, 1e-3f + log2_approx(p.V / fmaxf(1e-30f, static_cast<float>(sum))));
+    below.rest = (sum + 0.5 * slope_error * octaves) * offset;
+    below.doubt = (sum * REST_ERROR + octaves * (REST_ERROR_BY_OCTAVE + 0.5 * fabs(slope_error))) * offset;
+    return below;
+}
+
 // Has top-p's boundary looked for, at first in bins that are equal in logits: below, all of a row together has less than the share 1 - p;
 // above `high` it does not lie.
 __device__ __forceinline__ void begin_mass(const Params& p, OpenRow& open, const Request& request, const Scale& scale, float high) {
@@ -89,7 +152,7 @@ __device__ __forceinline__ void begin_mass(const Params& p, OpenRow& open, const
     open.last = key_of(scale.peak);
     open.above = 0;
     open.target = 0.0;
-    open.low = scale.peak - request.temperature * logf(2.0f * p.V / static_cast<float>(fmax(1.0 - request.top_p, 1e-13)));
+    open.low = scale.peak - request.temperature * logf(2.0f * vocab_of(p) / static_cast<float>(fmax(1.0 - request.top_p, 1e-13)));
     open.inverse = BINS / (high - open.low);
     if (!(open.inverse > 0.0f && open.inverse < 1e30f)) open.inverse = 0.0f;
 }
