@@ -57,7 +57,7 @@ def _sample_filtered(source: HiddenSource, rows: RowParams, num_samples: int, pr
     tiles = launch_tiles(source, rows, 1 if rows.all_filtered else num_samples, processed, raw, config, gathered)
     drawn = launch_merge(tiles, rows)
     if rows.all_filtered and num_samples > 1:
-        drawn = Samples(*(part if part is None or part.dim() == 1 else part.repeat(1, num_samples) for part in drawn))
+        drawn = _repeated(drawn, num_samples)
     ever_open = made_rows(device) if _can_count(device) else None
     launch_choose(drawn, gathered, tiles, rows, filters, vocab, open_rows, num_open, ever_open)
     if vocab > capacity:
@@ -70,6 +70,15 @@ def _sample_filtered(source: HiddenSource, rows: RowParams, num_samples: int, pr
             launch_whole_rows(source, rows, open_rows, num_open, first, whole.entries, whole.raw, config)
             launch_choose(drawn, whole, tiles, rows, filters, vocab, open_rows, num_open, None, first)
     return refuse_impossible(drawn, rows)
+
+
+def _repeated(drawn: Samples, num_samples: int) -> Samples:
+    """One draw a row as ``num_samples`` equal ones, to be written over."""
+    return drawn._replace(
+        tokens=drawn.tokens.repeat(1, num_samples),
+        logprobs=None if drawn.logprobs is None else drawn.logprobs.repeat(1, num_samples),
+        raw_logprobs=None if drawn.raw_logprobs is None else drawn.raw_logprobs.repeat(1, num_samples),
+    )
 
 
 _made_rows: dict[torch.device, Tensor] = {}

@@ -109,9 +109,11 @@ class RowParams(NamedTuple):
     @property
     def all_filtered(self) -> bool:
         """Every row is known, on the host, to have a filter and a temperature above 0: they are numbers."""
-        numbers = not isinstance(self.temperature, Tensor) and self.temperature32 != 0
+        temperature = self.temperature32
+        if isinstance(temperature, Tensor) or temperature == 0:
+            return False
         off = ((self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0))
-        return numbers and any(not isinstance(value, Tensor) and value != neutral for value, neutral in off)
+        return any(not isinstance(value, Tensor) and value != neutral for value, neutral in off)
 
     @property
     def plain_logits(self) -> bool:
