@@ -201,6 +201,54 @@ def test_a_broken_certificate_is_seen(breakage, monkeypatch):
         assert not (torch.equal(got.tokens, want.tokens) and bool(close.all()))
 
 
+def test_a_boundary_in_doubt_is_settled_exactly():
+    """The share p is that of a prefix, to the last bit of fp64: nothing but the exact mass says what is kept."""
+    from nologits.selection import fixed_mass
+
+    logits = peaked(6)
+    _, mass = fixed_mass(logits.sort(dim=-1, descending=True).values, 1.0)
+    prefix = mass.cumsum(-1).double()
+    at = torch.tensor([3, 4, 5, 6, 7, 8])
+    share = prefix[torch.arange(6), at] / prefix[:, -1]
+    check(logits, 6, top_p=share)
+    check(logits, 6, top_p=torch.nextafter(share, torch.ones(6, dtype=torch.float64)))
+    check(logits, 0, top_p=share * 0.9999)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_the_mass_of_other_logits_is_within_its_doubt(temperature, monkeypatch):
+    """As ``choose.py`` bounds it, and far under what would open many rows."""
+    from nologits import fused
+    from nologits.kernels import choose
+
+    seen, launch = [], fused.launch_choose
+    monkeypatch.setattr(fused, "launch_choose", lambda *args: seen.append(args[1]) or launch(*args))
+    logits = torch.cat((peaked(3), make_logits("gauss", 3, VOCAB, 5)))
+    draw(logits, "triton", top_p=0.9, temperature=temperature)
+    rest, thresholds = seen[0].rest.sum(-1).cpu(), seen[0].thresholds.cpu().double()[:, None]
+    below = logits.double() < thresholds
+    true = (((logits.double() - thresholds) / torch.tensor(temperature).double()).exp() * below).sum(-1)
+    octaves = (VOCAB / rest).clamp(min=1).log2()
+    bound = (choose.REST_ERROR.value + choose.REST_ERROR_BY_OCTAVE.value * octaves) * choose.ULP.value
+    assert bool(((rest - true).abs() <= bound * rest).all())
+    assert bool((bound < 3e-6).all())
+    assert bool((rest > 0).all())
+
+
+@pytest.mark.parametrize("tile", [(128, 32, 16), (256, 16, 32), (512, 16, 64)])
+def test_the_tile_changes_nothing(tile, monkeypatch):
+    """Pilot, thresholds and candidates change with it."""
+    from nologits import fused
+    from nologits.kernels.config import TileConfig
+
+    logits = torch.stack((peaked(9), make_logits("gauss", 9, VOCAB, 6)), dim=1).flatten(0, 1)
+    want = draw(logits, "triton", logprobs="raw", top_p=0.9, top_k=400)
+    monkeypatch.setattr(fused, "config_for", lambda source: TileConfig(*tile, 4, 2))
+    got = draw(logits, "triton", top_p=0.9, top_k=400)
+    agree(got, draw(logits, "reference", top_p=0.9, top_k=400))
+    assert torch.equal(got.tokens, want.tokens)
+
+
 @pytest.mark.parametrize("value", [-INF, -30.0, 0.0, 2.0, 1e30])
 def test_no_threshold_decides_what_is_kept(value, monkeypatch):
     from nologits import fused
