@@ -66,8 +66,9 @@ def _sample_filtered(source: HiddenSource, rows: RowParams, num_samples: int, pr
             entries=torch.empty(slots, vocab, dtype=torch.int64, device=device),
             raw=torch.empty(slots, vocab, device=device) if raw else None,
         )
+        open_source = HiddenSource(source.hidden.index_select(0, open_rows), source.head, source.dtype)
         for first in range(0, batch, slots):
-            launch_whole_rows(source, rows, open_rows, num_open, first, whole.entries, whole.raw, config)
+            launch_whole_rows(open_source, rows, open_rows, num_open, first, whole.entries, whole.raw, config)
             launch_choose(drawn, whole, tiles, rows, filters, vocab, open_rows, num_open, None, first)
     return refuse_impossible(drawn, rows)
 

@@ -78,23 +78,23 @@ def launch_whole_rows(
     """Makes the logits of the open rows ``first ..``, as many as ``entries`` has room for.
 
     Args:
-        source: the head and the hidden states of all rows.
-        rows: the request.
+        source: the head, and the hidden states of ``open_rows``.
+        rows: the request, of all rows.
         open_rows: int32 ``[B]``; the first ``num_open`` (int32 ``[1]``) are ids of open rows, the others any ids of rows.
+        num_open: how many rows are open.
         first: the first to be made.
         entries: int64 ``[slots, V]``, written for the open rows among them.
         raw: fp32 ``[slots, V]``, the head's own logits, or ``None``.
         config: the tile.
     """
     slots, vocab = entries.shape
-    some = open_rows[first : first + slots]
-    hidden = source.hidden.index_select(0, some)
-    num_slot_blocks = triton.cdiv(len(some), config.BLOCK_B)
+    some = source.rows(first, first + slots)
+    num_slot_blocks = triton.cdiv(some.batch, config.BLOCK_B)
     grid = (triton.cdiv(vocab, config.BLOCK_V) * num_slot_blocks,)
     with on_device(source.device):
         _whole_rows_kernel[grid](
-            **operands(HiddenSource(hidden, source.head, source.dtype), config), **request_arguments(rows),
+            **operands(some, config), **request_arguments(rows),
             open_ptr=open_rows, num_open_ptr=num_open, entry_ptr=entries, raw_entry_ptr=raw,
-            B=source.batch, V=vocab, SLOTS=len(some), first=first, num_slot_blocks=num_slot_blocks, RAW=raw is not None,
+            B=len(open_rows), V=vocab, SLOTS=some.batch, first=first, num_slot_blocks=num_slot_blocks, RAW=raw is not None,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
