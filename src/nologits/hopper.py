@@ -21,7 +21,7 @@ from .kernels.categorical_sm90 import launch_draw, launch_select
 from .kernels.config import FILTERED_ROWS, HopperConfig, hopper_config
 from .kernels.filters_sm90 import launch_filtered_draw, launch_mask
 from .params import RowParams
-from .selection import order_words, token_of
+from .selection import order_words, token_of, value_of
 from .sources import HiddenSource, LogitsSource, Source, transform
 from .tops import MAX_TOP
 from .types import Candidates, Samples, TopTokens
@@ -133,8 +133,18 @@ def _select_fused(source: HiddenSource, rows: RowParams, width: int) -> Candidat
     for start in range(0, source.batch, FILTERED_ROWS):
         stop = min(source.batch, start + FILTERED_ROWS)
         some = source.rows(start, stop)
-        parts.append(launch_select(some, rows.block(start, stop), config_for(some), width))
+        asked = rows.block(start, stop)
+        parts.append(kept_sets(*launch_select(some, asked, config_for(some), width), asked))
     return parts[0] if len(parts) == 1 else Candidates(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def kept_sets(ids: Tensor, entries: Tensor, rows: RowParams) -> Candidates:
+    """The sets that :func:`nologits.kernels.categorical_sm90.launch_select` found."""
+    kept = ids >= 0
+    logits = value_of(entries ^ torch.iinfo(torch.int64).min).masked_fill(~kept, float("-inf"))
+    columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    logprobs = log_softmax_at(logits, columns, rows.temperature32).masked_fill(~kept, float("-inf"))
+    return Candidates(ids, logits, logprobs, kept.sum(-1))
 
 
 def _sample_filtered(source: LogitsSource, rows: RowParams, processed: bool, raw: bool) -> Samples:
