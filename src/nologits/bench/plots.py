@@ -50,6 +50,7 @@ TP_STYLES = {
     "gather-nologits": ("#332288", "p"),
     "gather-multinomial": ("#56B4E9", "v"),
     "gather-flashinfer": ("#661100", ">"),
+    "flashsampling": ("#CC79A7", "*"),
 }
 E2E_STYLES = {
     "decoder": ("#000000", "x"),
