@@ -10,13 +10,14 @@ have their logits gathered. All ranks do the same arithmetic on the same numbers
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import candidates, filtered, likelihood, tops
+from . import candidates, likelihood, tops
 from .groups import group_noise
 from .head import HeadSpec
 from .params import RowParams, SamplingParams
@@ -168,16 +169,7 @@ def _unfiltered(shard: Shard, source: HiddenSource, rows: RowParams, num_samples
 
 def _filtered(shard: Shard, source: HiddenSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
     best = _collect(shard, source, rows, candidates.width_for(rows), processed or needs_mass(rows), raw)
-    counts, certain = candidates.count_kept(best, rows, shard.vocab_size)
-    invalid = best.mass.invalid(rows)
-    drawn = candidates.draw_kept(best, counts, rows, num_samples, processed).invalidate(invalid)
-    for start, stop in candidates.runs(~(certain | invalid)):
-        whole = LogitsSource(_gather_logits(shard, source.rows(start, stop)))
-        some = filtered.sample(whole, rows.block(start, stop), num_samples, processed, raw, draw_kept)
-        for target, made in zip(drawn[:4], some[:4], strict=True):
-            if isinstance(target, Tensor) and isinstance(made, Tensor):
-                target[start:stop] = made
-    return drawn
+    return candidates.settle_draws(best, rows, shard.vocab_size, num_samples, processed, _whole_rows(shard, source), draw_kept)
 
 
 def top_tokens(shard: Shard, hidden: Tensor, rows: RowParams, count: int) -> TopTokens:
@@ -187,9 +179,7 @@ def top_tokens(shard: Shard, hidden: Tensor, rows: RowParams, count: int) -> Top
         best = _collect(shard, source, rows, count, True, False)
         return tops.finish(best.words, best.mass.logprob(value_of(best.words)), best.mass.invalid(rows), rows, count)
     best = _collect(shard, source, rows, tops.width_for(rows, count), needs_mass(rows), False)
-    return tops.settle(
-        best, rows, shard.vocab_size, count, lambda start, stop: LogitsSource(_gather_logits(shard, source.rows(start, stop)))
-    )
+    return tops.settle(best, rows, shard.vocab_size, count, _whole_rows(shard, source))
 
 
 def score(shard: Shard, hidden: Tensor, rows: RowParams, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,9 +202,7 @@ def select(shard: Shard, hidden: Tensor, rows: RowParams, width: int) -> Candida
     """The kept set of each row, the same on every rank; as :func:`nologits.filtered.select`."""
     source = HiddenSource(hidden, shard.head)
     best = _collect(shard, source, rows, candidates.width_for(rows), needs_mass(rows), False)
-    return candidates.settle_sets(
-        best, rows, shard.vocab_size, width, lambda start, stop: LogitsSource(_gather_logits(shard, source.rows(start, stop)))
-    )
+    return candidates.settle_sets(best, rows, shard.vocab_size, width, _whole_rows(shard, source))
 
 
 def _collect(shard: Shard, source: HiddenSource, rows: RowParams, width: int, masses: bool, raw: bool) -> candidates.Best:
@@ -229,6 +217,11 @@ def _collect(shard: Shard, source: HiddenSource, rows: RowParams, width: int, ma
     mass, raw_mass = _total(best.mass, told["mass"]), _total(raw_mass, told["raw_mass"])
     words, place = words.topk(width, dim=-1)
     return candidates.Best(words, mass, None if head is None else (head.gather(1, place), raw_mass))
+
+
+def _whole_rows(shard: Shard, source: HiddenSource) -> Callable[[int, int], LogitsSource]:
+    """Gathers the logits of rows from one on to before another, where they are asked for; every rank has to ask."""
+    return lambda start, stop: LogitsSource(_gather_logits(shard, source.rows(start, stop)))
 
 
 def _gather_logits(shard: Shard, source: HiddenSource) -> Tensor:

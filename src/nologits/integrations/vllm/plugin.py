@@ -17,7 +17,7 @@ SWITCH = "NOLOGITS_VLLM"
 TESTED = ((0, 26), (0, 32))
 """The vLLM releases whose engines the tests were run with, on a CPU, both model runners; ``docs/vllm.md`` says how."""
 
-COUNTERS = Counters()
+COUNTERS = Counters("vLLM")
 
 _logger = logging.getLogger("vllm.nologits")  # below vLLM's logger, whose handler prints it as vLLM's own lines
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..plans import Entry, Plan
 from .heads import Call, NoLogits, capturing
-from .plugin import is_paused
+from .plugin import COUNTERS, is_paused
 from .session import Logprobs, Session, Step, grammar_by_row, logprobs_of, merge, session_of
 
 _BUILT_IN = ("MinPLogitsProcessor", "LogitBiasLogitsProcessor", "MinTokensLogitsProcessor")
@@ -92,7 +92,7 @@ class _Due:
                 raise RuntimeError(f"{len(call.hidden)} hidden states for {batch.num_reqs} requests, or more than one call")
         except Exception:
             self.step = None
-            self.session.failed(batch.num_reqs)
+            COUNTERS.failed(batch.num_reqs)
             return True
         count = batch.num_reqs
         generated = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
@@ -116,7 +116,7 @@ class _Due:
             return stock(logits)
         output = None if isinstance(logits, NoLogits) else stock(logits)
         if step.plan.batch is None:
-            self.session.count(step.plan)
+            COUNTERS.planned(len(step.plan.taken), step.plan.reasons)
             return output
         try:
             drawn = self.session.draw(step, grammar_by_row(self.grammar, runner.input_batch.req_ids))
@@ -124,7 +124,7 @@ class _Due:
         except Exception as error:
             self.session.draw_failed(error, len(step.plan.taken), step.plan.reasons)
             return stock(remake(step.call)) if output is None else output
-        self.session.count(step.plan)
+        COUNTERS.planned(len(step.plan.taken), step.plan.reasons)
         return output
 
 

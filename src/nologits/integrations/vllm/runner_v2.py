@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..plans import Entry, Plan
 from .heads import Call, NoLogits, Recorder, capturing
-from .plugin import is_paused
+from .plugin import COUNTERS, is_paused
 from .session import Logprobs, Session, Step, grammar_by_row, logprobs_of, merge, session_of
 
 _BUILT_IN = ("LogitBiasState", "PenaltiesState", "BadWordsState")
@@ -68,7 +68,7 @@ class _Due:
         try:
             plan = session.plan([self._entry(slot) for slot in batch.idx_mapping_np.tolist()])
         except Exception:
-            session.failed(count)
+            COUNTERS.failed(count)
             return stock()
         if plan.batch is None:
             output = stock()
@@ -91,7 +91,7 @@ class _Due:
             except Exception as error:
                 session.draw_failed(error, len(plan.taken), plan.reasons)
                 return output
-        session.count(plan)
+        COUNTERS.planned(len(plan.taken), plan.reasons)
         return output
 
     def _entry(self, slot: int) -> Entry:
