@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import candidates, likelihood, tops
+from . import candidates, filtered, likelihood, tops
 from .groups import group_noise
 from .head import HeadSpec
 from .params import RowParams, SamplingParams
@@ -96,9 +96,10 @@ def _linked(
     num_top = num_top if transport.peer_buffers() and not (raw and rows.allowed is not None) else 0
     keyed = rows if transport.peer_buffers() else rows.with_keys(source.batch, source.device)
 
+    whole = _whole_rows(shard, source)
+
     def settle(start: int, stop: int) -> Samples:
-        whole = LogitsSource(_gather_logits(shard, source.rows(start, stop)))
-        return filtered.sample(whole, keyed.block(start, stop), 1, processed, raw, draw_kept)
+        return filtered.sample(whole(start, stop), keyed.block(start, stop), 1, processed, raw, draw_kept)
 
     return linked.sample(source, extent, transport, keyed, processed, raw, num_top, settle)
 
