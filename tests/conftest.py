@@ -119,23 +119,34 @@ VLLM_ENVIRONMENT = {
 
 
 @pytest.fixture(scope="session")
-def vllm_run(tmp_path_factory):
+def vllm_script():
+    """``run(name, argument, **environment)``: what a script beside this file printed, in a process of its own."""
+
+    def run(name, argument, **environment):
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name(name)), str(argument)],
+            env={**os.environ, **VLLM_ENVIRONMENT, **environment},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def vllm_run(tmp_path_factory, vllm_script):
     """``run(engines, runner=, plugin=, record=)``: what a process of ``vllm_job.py`` wrote, and the draws it recorded."""
 
     def run(engines, runner="V1", plugin="1", record=False):
         folder = tmp_path_factory.mktemp("job")
         job, out = folder / "job.json", folder / "out.json"
         job.write_text(json.dumps({"engines": engines, "runner": runner, "record": record, "out": str(out)}))
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("vllm_job.py")), str(job)],
-            env={**os.environ, **VLLM_ENVIRONMENT, "NOLOGITS_VLLM": plugin},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        log = vllm_script("vllm_job.py", job, NOLOGITS_VLLM=plugin)
         results = json.loads(out.read_text())
-        results["log"] = done.stdout + done.stderr
+        results["log"] = log
         return (results, torch.load(f"{out}.pt", weights_only=False)) if record else results
 
     return run

@@ -458,9 +458,9 @@ class TestPlots:
         ]
 
     def test_every_provider_has_a_colour_and_marker_of_its_own(self):
-        from nologits.bench import e2e, tp
+        from nologits.bench import e2e, tp, vllm_suite
         from nologits.bench.filter_providers import FILTER_PROVIDERS
-        from nologits.bench.plots import _MODES, E2E_STYLES, FILTER_STYLES, HEAD_STYLES, TP_STYLES
+        from nologits.bench.plots import _MODES, E2E_STYLES, FILTER_STYLES, HEAD_STYLES, TP_STYLES, VLLM_STYLES
 
         assert set(_MODES) == {*modes.MODES, *modes.FILTER_MODES, *e2e.E2E_MODES}
         for styles, known in (
@@ -468,6 +468,7 @@ class TestPlots:
             (FILTER_STYLES, FILTER_PROVIDERS),
             (TP_STYLES, tp.PROVIDERS),
             (E2E_STYLES, e2e.SAMPLERS),
+            (VLLM_STYLES, vllm_suite.PROVIDERS),
         ):
             assert set(styles) == set(known)
             assert (

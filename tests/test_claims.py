@@ -75,7 +75,7 @@ def test_the_import_reader_sees_every_form():
     assert "nologits.params.RowParams" in set(imports_of(SOURCE / "ops.py", top_level=True))
 
 
-KERNELS = ("nologits.kernels", "nologits.fused", "nologits.hopper")
+KERNELS = ("nologits.kernels", "nologits.fused", "nologits.hopper", "nologits.linked", "nologits.transport")
 
 
 def test_imports_go_one_way():
@@ -88,9 +88,10 @@ def test_imports_go_one_way():
         if part in ("reference", "selection", "sources", "noise", "params", "distribution", "streaming", "filtered"):
             assert not {n for n in names if n.startswith(("triton", "cuda", *KERNELS))}, path
         if part not in ("kernels", *outer):
-            # Triton and CUDA are reached through ops -> fused, hopper -> kernels, and only inside functions of ops.
+            # Triton and CUDA are reached through ops -> fused, hopper -> kernels, or sharded -> linked -> kernels, and only
+            # inside functions of ops and sharded.
             assert not {n for n in names if n.startswith(("triton", "cuda"))}, path
-            if part not in ("fused", "hopper"):
+            if part not in ("fused", "hopper", "linked", "transport"):
                 assert not {n for n in imports_of(path, top_level=True) if n.startswith(KERNELS)}, path
         if part == "kernels":
             inner = {"nologits.kernels", "nologits.params", "nologits.sources", "nologits.types"}

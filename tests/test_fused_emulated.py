@@ -78,7 +78,8 @@ def draw(build, monkeypatch):
         how.logits = logits.contiguous()
         head = nl.LMHead(logits.T.contiguous().bfloat16()).spec
         source = HiddenSource(torch.eye(len(logits), dtype=torch.bfloat16), head)
-        return module.launch_select(source, make_rows(params, *logits.shape, logits.device, noise=False), config, width)
+        rows = make_rows(params, *logits.shape, logits.device, noise=False)
+        return TOOLS["kept_sets"]()(*module.launch_select(source, rows, config, width), rows)
 
     launch.how, launch.select = how, select
     return launch

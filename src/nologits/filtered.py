@@ -26,7 +26,10 @@ _BYTES_BY_RANK, _BYTES_BY_MASS = 24, 56
 
 
 class Count:
-    """Rows of a head whose logits were made for a filtered draw, by eager calls of this process so far."""
+    """Rows of a head whose logits were made for a filtered draw, by eager calls of this process so far.
+
+    Those that kernels decide to make are counted on the device: :func:`nologits.fused.made_rows`.
+    """
 
     rows = 0
 

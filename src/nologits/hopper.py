@@ -1,10 +1,9 @@
 """The Hopper implementation: CUDA C++ kernels around wgmma and the bulk copy engine, where those can describe the operands.
 
-A draw goes to the fused kernels if :func:`obstacle` names nothing. Otherwise a draw with filters goes to the kernel that
-filters rows of logits (:func:`filter_obstacle`); a head's logits are made for it, for as many rows at a time as
-:mod:`nologits.filtered` makes them. The rest of the contract (several draws a row, unfiltered draws from given logits, fp32
-heads, operands that bulk copies cannot address) is computed by the portable kernels of :mod:`nologits.fused`, which draw the
-same tokens from the same noise.
+A draw goes to the fused kernels if :func:`obstacle` names nothing, one with filters from given logits to the kernel that
+filters rows of logits (:func:`filter_obstacle`). The rest of the contract (several draws a row, unfiltered draws from given
+logits, fp32 heads, operands that bulk copies cannot address) is computed by the portable kernels of :mod:`nologits.fused`,
+which draw the same tokens from the same noise.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .kernels.categorical_sm90 import launch_draw, launch_select
 from .kernels.config import FILTERED_ROWS, HopperConfig, hopper_config
 from .kernels.filters_sm90 import launch_filtered_draw, launch_mask
 from .params import RowParams
-from .selection import order_words, token_of
+from .selection import order_words, token_of, value_of
 from .sources import HiddenSource, LogitsSource, Source, transform
 from .tops import MAX_TOP
 from .types import Candidates, Samples, TopTokens
@@ -39,7 +38,7 @@ def sample(
         assert isinstance(source, HiddenSource)
         # Raw lists have tokens that a mask hides, which are no candidates
         return _sample_fused(source, rows, processed, raw, 0 if raw and rows.allowed is not None else num_top)
-    if rows.filtered and not filter_obstacle(source, num_samples):
+    if rows.filtered and isinstance(source, LogitsSource) and not filter_obstacle(source, num_samples):
         return _sample_filtered(source, rows, processed, raw)
     return fused.sample(source, rows, num_samples, processed, raw)
 
@@ -134,22 +133,30 @@ def _select_fused(source: HiddenSource, rows: RowParams, width: int) -> Candidat
     for start in range(0, source.batch, FILTERED_ROWS):
         stop = min(source.batch, start + FILTERED_ROWS)
         some = source.rows(start, stop)
-        parts.append(launch_select(some, rows.block(start, stop), config_for(some), width))
+        asked = rows.block(start, stop)
+        parts.append(kept_sets(*launch_select(some, asked, config_for(some), width), asked))
     return parts[0] if len(parts) == 1 else Candidates(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _sample_filtered(source: HiddenSource | LogitsSource, rows: RowParams, processed: bool, raw: bool) -> Samples:
-    """One draw a row, from logits that are there or are made for a block of rows at a time."""
-    if isinstance(source, LogitsSource) and rows.plain_logits:
+def kept_sets(ids: Tensor, entries: Tensor, rows: RowParams) -> Candidates:
+    """The sets that :func:`nologits.kernels.categorical_sm90.launch_select` found."""
+    kept = ids >= 0
+    logits = value_of(entries ^ torch.iinfo(torch.int64).min).masked_fill(~kept, float("-inf"))
+    columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    logprobs = log_softmax_at(logits, columns, rows.temperature32).masked_fill(~kept, float("-inf"))
+    return Candidates(ids, logits, logprobs, kept.sum(-1))
+
+
+def _sample_filtered(source: LogitsSource, rows: RowParams, processed: bool, raw: bool) -> Samples:
+    """One draw a row, from logits that are there; with a logit bias or a mask, for a block of rows at a time."""
+    if rows.plain_logits:
         drawn = launch_filtered_draw(source.logits, rows, processed)
         return drawn._replace(raw_logprobs=_raw_logprobs(source.logits, drawn.tokens)) if raw else drawn
-    made: Source = fused.KernelSource(source) if isinstance(source, HiddenSource) else source
-    filtered.Count.rows += source.batch if isinstance(source, HiddenSource) else 0
     rows = rows.with_keys(source.batch, source.device)
     parts = []
     for start, stop in filtered.row_blocks(source.batch, source.vocab, 8):
         some = rows.block(start, stop)
-        head_logits = made.rows(start, stop).chunk(0, source.vocab)
+        head_logits = source.rows(start, stop).chunk(0, source.vocab)
         drawn = launch_filtered_draw(transform(head_logits, some, 0, source.vocab), some, processed)
         parts.append(drawn._replace(raw_logprobs=_raw_logprobs(head_logits, drawn.tokens)) if raw else drawn)
     return joined(parts)

@@ -107,6 +107,15 @@ class RowParams(NamedTuple):
         return not self.greedy and any(isinstance(value, Tensor) or value != neutral for value, neutral in off)
 
     @property
+    def all_filtered(self) -> bool:
+        """Every row is known, on the host, to have a filter and a temperature above 0: they are numbers."""
+        temperature = self.temperature32
+        if isinstance(temperature, Tensor) or temperature == 0:
+            return False
+        off = ((self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0))
+        return any(not isinstance(value, Tensor) and value != neutral for value, neutral in off)
+
+    @property
     def plain_logits(self) -> bool:
         """The request adds nothing to the logits and masks none of them."""
         return self.logit_bias is None and self.bias_ids is None and self.allowed is None

@@ -10,6 +10,7 @@ have their logits gathered. All ranks do the same arithmetic on the same numbers
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -95,9 +96,10 @@ def _linked(
     num_top = num_top if transport.peer_buffers() and not (raw and rows.allowed is not None) else 0
     keyed = rows if transport.peer_buffers() else rows.with_keys(source.batch, source.device)
 
+    whole = _whole_rows(shard, source)
+
     def settle(start: int, stop: int) -> Samples:
-        whole = LogitsSource(_gather_logits(shard, source.rows(start, stop)))
-        return filtered.sample(whole, keyed.block(start, stop), 1, processed, raw, draw_kept)
+        return filtered.sample(whole(start, stop), keyed.block(start, stop), 1, processed, raw, draw_kept)
 
     return linked.sample(source, extent, transport, keyed, processed, raw, num_top, settle)
 
@@ -168,16 +170,7 @@ def _unfiltered(shard: Shard, source: HiddenSource, rows: RowParams, num_samples
 
 def _filtered(shard: Shard, source: HiddenSource, rows: RowParams, num_samples: int, processed: bool, raw: bool) -> Samples:
     best = _collect(shard, source, rows, candidates.width_for(rows), processed or needs_mass(rows), raw)
-    counts, certain = candidates.count_kept(best, rows, shard.vocab_size)
-    invalid = best.mass.invalid(rows)
-    drawn = candidates.draw_kept(best, counts, rows, num_samples, processed).invalidate(invalid)
-    for start, stop in candidates.runs(~(certain | invalid)):
-        whole = LogitsSource(_gather_logits(shard, source.rows(start, stop)))
-        some = filtered.sample(whole, rows.block(start, stop), num_samples, processed, raw, draw_kept)
-        for target, made in zip(drawn[:4], some[:4], strict=True):
-            if isinstance(target, Tensor) and isinstance(made, Tensor):
-                target[start:stop] = made
-    return drawn
+    return candidates.settle_draws(best, rows, shard.vocab_size, num_samples, processed, _whole_rows(shard, source), draw_kept)
 
 
 def top_tokens(shard: Shard, hidden: Tensor, rows: RowParams, count: int) -> TopTokens:
@@ -187,9 +180,7 @@ def top_tokens(shard: Shard, hidden: Tensor, rows: RowParams, count: int) -> Top
         best = _collect(shard, source, rows, count, True, False)
         return tops.finish(best.words, best.mass.logprob(value_of(best.words)), best.mass.invalid(rows), rows, count)
     best = _collect(shard, source, rows, tops.width_for(rows, count), needs_mass(rows), False)
-    return tops.settle(
-        best, rows, shard.vocab_size, count, lambda start, stop: LogitsSource(_gather_logits(shard, source.rows(start, stop)))
-    )
+    return tops.settle(best, rows, shard.vocab_size, count, _whole_rows(shard, source))
 
 
 def score(shard: Shard, hidden: Tensor, rows: RowParams, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,9 +203,7 @@ def select(shard: Shard, hidden: Tensor, rows: RowParams, width: int) -> Candida
     """The kept set of each row, the same on every rank; as :func:`nologits.filtered.select`."""
     source = HiddenSource(hidden, shard.head)
     best = _collect(shard, source, rows, candidates.width_for(rows), needs_mass(rows), False)
-    return candidates.settle_sets(
-        best, rows, shard.vocab_size, width, lambda start, stop: LogitsSource(_gather_logits(shard, source.rows(start, stop)))
-    )
+    return candidates.settle_sets(best, rows, shard.vocab_size, width, _whole_rows(shard, source))
 
 
 def _collect(shard: Shard, source: HiddenSource, rows: RowParams, width: int, masses: bool, raw: bool) -> candidates.Best:
@@ -229,6 +218,11 @@ def _collect(shard: Shard, source: HiddenSource, rows: RowParams, width: int, ma
     mass, raw_mass = _total(best.mass, told["mass"]), _total(raw_mass, told["raw_mass"])
     words, place = words.topk(width, dim=-1)
     return candidates.Best(words, mass, None if head is None else (head.gather(1, place), raw_mass))
+
+
+def _whole_rows(shard: Shard, source: HiddenSource) -> Callable[[int, int], LogitsSource]:
+    """Gathers the logits of rows from one on to before another, where they are asked for; every rank has to ask."""
+    return lambda start, stop: LogitsSource(_gather_logits(shard, source.rows(start, stop)))
 
 
 def _gather_logits(shard: Shard, source: HiddenSource) -> Tensor:

@@ -114,3 +114,10 @@ def launch_tiles(library, ranks, logits, grid, shared, seed, poison):
         ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_int] * 3, ctypes.c_ulonglong, ctypes.c_int
     ]  # fmt: skip
     return library.launch(given, len(ranks), rows, *grid, shared, seed, poison)
+
+
+def kept_sets():
+    """``nologits.hopper.kept_sets``, also where CUDA's bindings are not installed."""
+    known = {f"nologits.kernels.{name}": launcher(name) for name in ("categorical_sm90", "filters_sm90")}
+    with mock.patch.dict(sys.modules, known):
+        return importlib.import_module("nologits.hopper").kept_sets

@@ -21,6 +21,7 @@ from . import filters as filter_suite
 from . import head as head_suite
 from . import qrita as qrita_suite
 from . import tp as tp_suite
+from . import vllm_suite
 from .cases import ALIASES, ALL_BATCHES, CASES, DEFAULT_BATCHES, DEFAULT_CASES
 from .decoder import SHAPES
 from .filter_cases import ALL_FILTER_BATCHES, DEFAULT_FILTER_BATCHES
@@ -146,16 +147,33 @@ def e2e(
 
     Weights are random, which changes no time. Options that name several things take a list with commas, or are repeated.
     """
-    names = [shape.name for shape in SHAPES]
-    aliases = {name: case for name, case in ALIASES.items() if case in names}
-    plan = Plan(
-        _chosen("case", case, _EVERY, names, aliases),
-        _batches(batch, e2e_suite.DEFAULT_E2E_BATCHES, e2e_suite.DEFAULT_E2E_BATCHES),
-        _chosen("mode", mode, _EVERY, tuple(e2e_suite.E2E_MODES)),
-        _chosen("provider", provider, _EVERY, tuple(e2e_suite.SAMPLERS)),
-        repeats,
-    )
+    plan = _decode_plan(case, batch, mode, _chosen("provider", provider, _EVERY, tuple(e2e_suite.SAMPLERS)), repeats)
     _measure_suite(e2e_suite.SUITE, plan, output, csv, plots)
+
+
+@bench.command()
+def vllm(
+    case: Annotated[list[str] | None, _listed("Models, by the case of their head or by name", _EVERY)] = None,
+    batch: Annotated[list[str] | None, _listed("Requests at a time", e2e_suite.DEFAULT_E2E_BATCHES)] = None,
+    mode: Annotated[list[str] | None, _listed(", ".join(e2e_suite.E2E_MODES), _EVERY)] = None,
+    provider: Providers = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="With torch.compile, as vLLM does; CUDA graphs are on either way.")
+    ] = True,
+    repeats: Annotated[int, typer.Option("--repeats", help="Generations of each cell.", min=3)] = 10,
+    output: Output = None,
+    csv: Csv = None,
+    plots: Plots = None,
+) -> None:
+    """Time an output token in vLLM itself, with the plugin and without it, in one engine in turn (needs vLLM).
+
+    Weights are random, with logits of a trained model's spread. Options that name several things take a list with commas, or
+    are repeated.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("bench vllm must run in an environment with vLLM, got none")
+    plan = _decode_plan(case, batch, mode, _chosen("provider", provider, _EVERY, vllm_suite.PROVIDERS), repeats)
+    _measure(partial(vllm_suite.run, plan, compiled), plan, output, csv, plots)
 
 
 @bench.command()
@@ -180,6 +198,25 @@ def plot(
     if plots is not None:
         for path in _plot(loaded, plots, read_gbps, matmul_tflops):
             typer.echo(path)
+
+
+def _decode_plan(
+    case: Sequence[str] | None,
+    batch: Sequence[str] | None,
+    mode: Sequence[str] | None,
+    providers: Sequence[str],
+    repeats: int,
+) -> Plan:
+    """The plan of a suite of decode steps."""
+    names = [shape.name for shape in SHAPES]
+    aliases = {name: case for name, case in ALIASES.items() if case in names}
+    return Plan(
+        _chosen("case", case, _EVERY, names, aliases),
+        _batches(batch, e2e_suite.DEFAULT_E2E_BATCHES, e2e_suite.DEFAULT_E2E_BATCHES),
+        _chosen("mode", mode, _EVERY, tuple(e2e_suite.E2E_MODES)),
+        providers,
+        repeats,
+    )
 
 
 def _filter_plan(

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Shape(NamedTuple):
-    """A Llama-like decoder with grouped-query attention, by its configuration."""
+    """A Llama-like decoder with grouped-query attention, by its configuration. ``tied``: its head is its embedding."""
 
     name: str
     models: str
@@ -21,15 +21,16 @@ class Shape(NamedTuple):
     kv_heads: int
     head_dim: int
     intermediate: int
+    tied: bool = True
 
 
 SHAPES = (
     Shape("qwen3-1.7b", "Qwen3-1.7B", 151_936, 2_048, 28, 16, 8, 128, 6_144),
-    Shape("small", "Qwen3-8B", 151_936, 4_096, 36, 32, 8, 128, 12_288),
+    Shape("small", "Qwen3-8B", 151_936, 4_096, 36, 32, 8, 128, 12_288, tied=False),
 )
 """Names are those of the head's case."""
 
-_STD = 0.02
+WEIGHT_STD = 0.02
 
 
 class Decoder:
@@ -49,7 +50,7 @@ class Decoder:
         generator = torch.Generator(device).manual_seed(0)
 
         def weights(*size: int) -> Tensor:
-            return torch.empty(*size, dtype=dtype, device=device).normal_(0, _STD, generator=generator)
+            return torch.empty(*size, dtype=dtype, device=device).normal_(0, WEIGHT_STD, generator=generator)
 
         depth, width = shape.depth, shape.heads * shape.head_dim
         both = 2 * shape.kv_heads * shape.head_dim

@@ -50,13 +50,15 @@ TP_STYLES = {
     "gather-nologits": ("#332288", "p"),
     "gather-multinomial": ("#56B4E9", "v"),
     "gather-flashinfer": ("#661100", ">"),
+    "flashsampling": ("#CC79A7", "*"),
 }
 E2E_STYLES = {
     "decoder": ("#000000", "x"),
     **{name: FILTER_STYLES[name] for name in ("nologits", "vllm-qrita", "flashinfer")},
     "multinomial-compiled": HEAD_STYLES["multinomial-compiled"],
 }
-STYLES = HEAD_STYLES | FILTER_STYLES | TP_STYLES | E2E_STYLES
+VLLM_STYLES = {"decoder": E2E_STYLES["decoder"], "nologits": E2E_STYLES["nologits"], "vllm": ("#0072B2", "^")}
+STYLES = HEAD_STYLES | FILTER_STYLES | TP_STYLES | E2E_STYLES | VLLM_STYLES
 FLOORS = {
     "matmul": "ratio_to_matmul",
     "amax": "ratio_to_amax",
@@ -124,7 +126,7 @@ def lines(rows: list[Row]) -> dict[str, Line]:
 def _figure(record: dict[str, Any], rows: list[Row], read: float | None, peak: float | None) -> Figure:
     first = rows[0]
     has_head, ranks, suite = first["D"] > 0, record.get("ranks"), stem(record)
-    floor = {"tp": "matmul-shard", "e2e": "decoder"}.get(suite, "matmul" if has_head else "amax")
+    floor = {"tp": "matmul-shard", "e2e": "decoder", "vllm": "decoder"}.get(suite, "matmul" if has_head else "amax")
     roofline = floor == "matmul"  # of the others none reads the head, or only the head
     figure = Figure(figsize=(16 if roofline else 11, 6), layout="constrained")
     axes = figure.subplots(1, 3 if roofline else 2)
@@ -135,11 +137,12 @@ def _figure(record: dict[str, Any], rows: list[Row], read: float | None, peak: f
     what = _MODES.get(first["mode"], first["mode"])
     shards = f" in {ranks} shards" if ranks else ""
     about = f"From hidden states to a token ({what}), LM head of {subject(first)}{shards}, bf16"
-    if suite == "e2e":
-        about = f"A decode step ({what}) at the shape of {subject(first)}, bf16"
+    if suite in ("e2e", "vllm"):
+        where = "in vLLM, at" if suite == "vllm" else "at"
+        about = f"A decode step ({what}) {where} the shape of {subject(first)}, bf16"
+    how = "slowest rank" if ranks else "mean of a generation's steps" if suite == "vllm" else "cold L2"
     figure.suptitle(
-        f"{about if has_head else f'Filters ({what}) on {subject(first)}'}\n"
-        f"{title(record)}; {'slowest rank' if ranks else 'cold L2'}, median, band p20-p80",
+        f"{about if has_head else f'Filters ({what}) on {subject(first)}'}\n{title(record)}; {how}, median, band p20-p80",
         fontsize=12,
     )
     handles, labels = axes[0].get_legend_handles_labels()

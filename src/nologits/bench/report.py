@@ -22,6 +22,7 @@ COLUMNS = {
     "head": ("B", "provider", "us", "p20-p80", "GB/s", "% of read", "x matmul", "extra memory", "speed-up"),
     **dict.fromkeys(("filters", "qrita"), ("B", "provider", "us", "p20-p80", "GB/s", "x amax", "extra memory", "speed-up")),
     "e2e": ("B", "provider", "us", "p20-p80", "x decoder", "extra memory", "speed-up"),
+    "vllm": ("B", "provider", "us", "p20-p80", "x decoder", "taken", "speed-up"),
     "tp": ("B", "provider", "us", "p20-p80", "x matmul", "bytes a row", "extra memory", "speed-up"),
 }
 """Of a suite's tables, by its stem. An unknown suite gets the head's."""
@@ -55,7 +56,14 @@ def stem(record: dict[str, Any]) -> str:
 
 def title(record: dict[str, Any]) -> str:
     """What ran where, in one line."""
-    names = (("driver", "driver "), ("torch", "torch "), ("triton", "triton "), ("commit", "commit "), ("date", ""))
+    names = (
+        ("driver", "driver "),
+        ("torch", "torch "),
+        ("triton", "triton "),
+        ("vllm", "vLLM "),
+        ("commit", "commit "),
+        ("date", ""),
+    )
     parts = [record.get("gpu", "unknown GPU"), *(f"{prefix}{record[key]}" for key, prefix in names if key in record)]
     return ", ".join(parts)
 
@@ -112,6 +120,7 @@ def _texts(row: Row) -> dict[str, str]:
         "x decoder": _number(row.get("ratio_to_decoder"), ".3f"),
         "x amax": _number(row.get("ratio_to_amax"), ".2f"),
         "bytes a row": _number(row.get("bytes_per_row"), ",d"),
+        "taken": _number(row.get("taken_share"), ".0%") + (" !" if row.get("fallbacks") or row.get("errors") else ""),
         "extra memory": "" if memory is None else megabytes(memory),
         "speed-up": _number(row.get("speedup"), ".2f", "x"),
     }

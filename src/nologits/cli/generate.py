@@ -20,7 +20,7 @@ from rich.text import Text
 from torch import Tensor
 
 from .. import filtered
-from ..dispatch import hopper_obstacle
+from ..dispatch import hopper_obstacle, triton_obstacle
 from ..params import SamplingParams
 from .console import UserError, megabytes, notes, one_line, output, resolve_device, resolve_impl
 
@@ -179,7 +179,7 @@ def _generate(
         seed = seed + torch.arange(options.batch, device=model.device)
     if options.logprobs:
         settings |= {"return_dict_in_generate": True, "logprobs": True}
-    before, open_before = filtered.Count.rows, _open_rows(model.device)
+    before, open_before = _whole_rows(model.device), _open_rows(model.device)
     with _errors_only():
         generation = _timed(
             lambda: model.generate(
@@ -190,7 +190,7 @@ def _generate(
     report = integration.last_report(model)
     return generation._replace(
         reason=report.reason if report is not None else "",
-        whole_rows=filtered.Count.rows - before,
+        whole_rows=_whole_rows(model.device) - before,
         open_rows=_open_rows(model.device) - open_before,
     )
 
@@ -205,6 +205,15 @@ def _errors_only() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _whole_rows(device: torch.device) -> int:
+    """Rows of logits so far that were made for filtered draws, as the host knows or the Triton kernels counted."""
+    if triton_obstacle(device):
+        return filtered.Count.rows
+    from ..fused import made_rows  # needs Triton
+
+    return filtered.Count.rows + int(made_rows(device))
 
 
 def _open_rows(device: torch.device) -> int:

@@ -6,6 +6,7 @@ to the row at each step.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,9 +95,13 @@ def _logprobs_obstacle(request: Request, mode: str) -> str:
 
 
 class Counters:
-    """Rows by what became of them, summed over steps. Any thread may read while another counts."""
+    """Rows by what became of them, summed over steps. Any thread may read while another counts.
 
-    def __init__(self) -> None:
+    ``engine`` is whose rows they are; its name, in small letters, is the parent of the logger that hears what is new.
+    """
+
+    def __init__(self, engine: str = "engine") -> None:
+        self._engine, self._logger = engine, logging.getLogger(f"{engine.lower()}.nologits")
         self._lock = threading.Lock()
         self.reset()
 
@@ -122,6 +127,17 @@ class Counters:
         """Counts a step that failed here and was done by the engine."""
         with self._lock:
             self._errors += 1
+
+    def planned(self, taken: int, reasons: Iterable[str], what: str = "requests") -> None:
+        """Counts a step that went as planned, as :meth:`step`, and logs the reasons that are new."""
+        for reason in self.step(taken, reasons):
+            self._logger.info("nologits: %s draws %s with: %s", self._engine, what, reason)
+
+    def failed(self, rows: int, reasons: Sequence[str] = ()) -> None:
+        """Counts and logs a step whose ``rows`` failed here; to be called while its exception is handled."""
+        self.error()
+        self.step(0, ["error in nologits"] * rows + list(reasons))
+        self._logger.exception("nologits: a step failed and is done by %s", self._engine)
 
     def snapshot(self) -> dict[str, Any]:
         """``steps``; ``taken``, rows drawn from hidden states; ``fallbacks``, rows by reason; ``errors``, steps redone."""

@@ -34,6 +34,22 @@ class Plan(NamedTuple):
         return self.batch is not None and self.places is None
 
 
+class Planner:
+    """The plans of a runner's steps. The tensors of an unchanged batch are kept from the step before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entries: list[Entry] = []
+        self._plan: Plan | None = None
+
+    def plan(self, entries: list[Entry], vocab_size: int) -> Plan:
+        """As :func:`make_plan`."""
+        if self._plan is None or entries != self._entries:
+            self._plan = make_plan(entries, vocab_size, self._device)
+            self._entries = entries
+        return self._plan
+
+
 def make_plan(entries: list[Entry], vocab_size: int, device: torch.device) -> Plan:
     """The plan of a batch, an entry a row; ``vocab_size`` is the head's."""
     rows = [entry for entry in entries if isinstance(entry, Row)]

@@ -83,6 +83,21 @@ def filter_arguments(rows: RowParams) -> tuple[dict[str, Tensor], dict[str, int 
     return tensors, numbers
 
 
+def filter_columns(rows: RowParams, device: torch.device) -> dict[str, Any]:
+    """The filters as the portable kernels take them: a tensor each, for Triton would round a number to fp32.
+
+    A number is written on the device by a kernel that has it as an argument: nothing waits for the host.
+    """
+    arguments: dict[str, Any] = {}
+    for name, off, dtype in (("top_k", 0, torch.int64), ("top_p", 1.0, torch.float64), ("min_p", 0.0, torch.float64)):
+        value = getattr(rows, name)
+        stride = stride_of(value, 0)
+        if not isinstance(value, Tensor):
+            value = None if value == off else torch.full((1,), value, dtype=dtype, device=device)
+        arguments |= {f"{name}_ptr": value, f"stride_{name}": stride, f"HAS_{name.upper()}": value is not None}
+    return arguments
+
+
 def noise_arguments(rows: RowParams) -> dict[str, Any]:
     """Temperature and what keys the noise."""
     return temperature_arguments(rows) | {

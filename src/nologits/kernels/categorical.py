@@ -10,6 +10,9 @@ slowest program. The logits never leave the chip.
 With log-probabilities a tile also stores its winner's logit and the sum of exp((l - that logit) / T). The winner is a safe
 reference, because the noise lies in [-3.2, 22.9]: no logit is above it by more than 26.1 T, and no term exceeds e^26.1.
 
+With filters it also appends the logits from a row's threshold on to the row's list of candidates (``threshold.py``), by an
+atomic counter, so in any order; ``choose.py`` finds among them what is kept. For a top-p it leaves the mass of all others.
+
 Grid: (vocabulary tiles * batch blocks), batch blocks fastest, so that programs sharing a weight tile run together.
 Outputs: key int64, and optionally the winners' logits and raw logits fp32 (``[B, S, tiles]``), masses and the raw maximum and
 mass fp32 (``[B, tiles]``).
@@ -18,7 +21,7 @@ mass fp32 (``[B, tiles]``).
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,8 +32,8 @@ from ..params import RowParams
 from ..sources import HiddenSource, LogitsSource
 from .arguments import noise_arguments, on_device, operands, request_arguments
 from .config import TileConfig
-from .primitives import LN2, LOG2E, high_word, log2_exponential, low_word, pack_key, philox, row_key, unpack_key
-from .tile import group_ids, head_transform, load_logits, project, request_transform, split_quarters
+from .primitives import LN2, LOG2E, high_word, log2_exponential, low_word, pack_entry, pack_key, philox, row_key, unpack_key
+from .tile import group_ids, head_quarters, load_logits, project, request_quarters, split_quarters
 
 
 @triton.jit
@@ -65,13 +68,33 @@ def _mass(x0, x1, x2, x3, reference, inverse):
     return tl.sum(total, axis=0)
 
 
+@triton.jit
+def _gather(x, raw, threshold, ids, rows, gathered_ptr, entry_ptr, raw_entry_ptr, capacity, RAW: tl.constexpr):
+    """Appends the logits that reach their row's threshold to its list. Few do: most threads run through predicated off."""
+    hit = x >= threshold
+    row = rows[None, :] + tl.zeros_like(ids)[:, None]
+    at = tl.atomic_add(gathered_ptr + row, tl.full(row.shape, 1, tl.int32), mask=hit, sem="relaxed")
+    hit &= at < capacity
+    to = row.to(tl.int64) * capacity + at
+    tl.store(entry_ptr + to, pack_entry(x, ids[:, None]), mask=hit)
+    if RAW:
+        tl.store(raw_entry_ptr + to, raw, mask=hit)
+
+
+@triton.jit
+def _below(x, threshold, octaves):
+    """The mass of the logits below the threshold, that of the threshold being 1; 0 for others."""
+    return tl.where(x < threshold, tl.exp2(tl.minimum(x - threshold, 0.0) * octaves), 0.0)
+
+
 @triton.jit(do_not_specialize=["temperature_value", "num_biased", "scale", "softcap"])
 def _categorical_tile_kernel(
     # inputs: the head's operands, or the logits in place of the weight
     hidden, weight, bias_ptr, logit_bias_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr,
     temperature_ptr, seed_ptr, position_ptr, entropy_ptr,
-    # outputs
+    # outputs, and candidates
     key_ptr, picked_ptr, mass_ptr, raw_picked_ptr, raw_max_ptr, raw_mass_ptr,
+    threshold_ptr, gathered_ptr, entry_ptr, raw_entry_ptr, rest_ptr, capacity,
     # sizes
     B, V, V_ROWS, D, S, num_tiles, num_batch_blocks, num_biased,
     # strides
@@ -84,6 +107,7 @@ def _categorical_tile_kernel(
     HAS_LOGIT_BIAS: tl.constexpr, HAS_SPARSE_BIAS: tl.constexpr, HAS_ALLOWED: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr, HAS_SEED: tl.constexpr, HAS_POSITION: tl.constexpr,
     HAS_ENTROPY: tl.constexpr, GREEDY: tl.constexpr, MASS: tl.constexpr, RAW: tl.constexpr,
+    GATHER: tl.constexpr, REST: tl.constexpr,
     USE_TMA: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, FAST_LOG: tl.constexpr,
     # tile
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -110,10 +134,9 @@ def _categorical_tile_kernel(
         x0, x1, x2, x3 = split_quarters(acc, BLOCK_V, BLOCK_B)
 
     # Transform
-    x0 = head_transform(x0, groups, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-    x1 = head_transform(x1, groups + 8, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-    x2 = head_transform(x2, groups + 64, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-    x3 = head_transform(x3, groups + 72, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+    x0, x1, x2, x3 = head_quarters(x0, x1, x2, x3, groups, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE,
+                                   HAS_SOFTCAP)  # fmt: skip
+    r0, r1, r2, r3 = x0, x1, x2, x3
     if RAW:
         r0 = tl.where((groups < V)[:, None], x0, float("-inf"))
         r1 = tl.where((groups + 8 < V)[:, None], x1, float("-inf"))
@@ -123,24 +146,33 @@ def _categorical_tile_kernel(
         raw_mass = _mass(r0, r1, r2, r3, raw_max, LOG2E)
         tl.store(raw_max_ptr + rows64 * num_tiles + tile, raw_max, mask=mask_b)
         tl.store(raw_mass_ptr + rows64 * num_tiles + tile, raw_mass, mask=mask_b)
-    x0 = request_transform(x0, groups, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv, bias_ids_ptr,
-                           bias_values_ptr, stride_bib, stride_bik, stride_bvb, stride_bvk, num_biased, allowed_ptr,
-                           stride_ab, stride_aw, HAS_LOGIT_BIAS, HAS_SPARSE_BIAS, HAS_ALLOWED, BLOCK_V)  # fmt: skip
-    x1 = request_transform(x1, groups + 8, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv, bias_ids_ptr,
-                           bias_values_ptr, stride_bib, stride_bik, stride_bvb, stride_bvk, num_biased, allowed_ptr,
-                           stride_ab, stride_aw, HAS_LOGIT_BIAS, HAS_SPARSE_BIAS, HAS_ALLOWED, BLOCK_V)  # fmt: skip
-    x2 = request_transform(x2, groups + 64, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv, bias_ids_ptr,
-                           bias_values_ptr, stride_bib, stride_bik, stride_bvb, stride_bvk, num_biased, allowed_ptr,
-                           stride_ab, stride_aw, HAS_LOGIT_BIAS, HAS_SPARSE_BIAS, HAS_ALLOWED, BLOCK_V)  # fmt: skip
-    x3 = request_transform(x3, groups + 72, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv, bias_ids_ptr,
-                           bias_values_ptr, stride_bib, stride_bik, stride_bvb, stride_bvk, num_biased, allowed_ptr,
-                           stride_ab, stride_aw, HAS_LOGIT_BIAS, HAS_SPARSE_BIAS, HAS_ALLOWED, BLOCK_V)  # fmt: skip
+    x0, x1, x2, x3 = request_quarters(x0, x1, x2, x3, groups, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv,
+                                      bias_ids_ptr, bias_values_ptr, stride_bib, stride_bik, stride_bvb, stride_bvk,
+                                      num_biased, allowed_ptr, stride_ab, stride_aw, HAS_LOGIT_BIAS, HAS_SPARSE_BIAS,
+                                      HAS_ALLOWED, BLOCK_V)  # fmt: skip
 
     # Noise parameters of each row
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + rows64 * stride_temperature, mask=mask_b, other=0.0)
     else:
         temperature = tl.zeros([BLOCK_B], tl.float32) + temperature_value
+
+    # Candidates
+    if GATHER:
+        threshold = tl.load(threshold_ptr + rows64, mask=mask_b, other=float("inf"))[None, :]
+        _gather(x0, r0, threshold, groups, rows, gathered_ptr, entry_ptr, raw_entry_ptr, capacity, RAW)
+        _gather(x1, r1, threshold, groups + 8, rows, gathered_ptr, entry_ptr, raw_entry_ptr, capacity, RAW)
+        _gather(x2, r2, threshold, groups + 64, rows, gathered_ptr, entry_ptr, raw_entry_ptr, capacity, RAW)
+        _gather(x3, r3, threshold, groups + 72, rows, gathered_ptr, entry_ptr, raw_entry_ptr, capacity, RAW)
+        if REST:
+            positive = tl.where(temperature > 0, temperature, 1.0)
+            octaves = tl.minimum(tl.div_rn(tl.full([BLOCK_B], LOG2E, tl.float32), positive), 3.0e38)[None, :]
+            rest = _below(x0, threshold, octaves) + _below(x1, threshold, octaves)
+            rest += _below(x2, threshold, octaves) + _below(x3, threshold, octaves)
+            # In fp64, so that what roundings make of the sum does not grow with the tile.
+            tl.store(rest_ptr + rows64 * num_tiles + tile, tl.sum(rest.to(tl.float64), axis=0), mask=mask_b)
+
+    # Noise
     if not GREEDY:
         seed, position = row_key(seed_ptr, stride_seed, position_ptr, stride_position, entropy_ptr, rows, mask_b,
                                  HAS_SEED, HAS_POSITION, HAS_ENTROPY)  # fmt: skip
@@ -180,6 +212,24 @@ def _categorical_tile_kernel(
                 tl.store(raw_picked_ptr + at, _picked(r0, r1, r2, r3, groups, token), mask=mask_b)
 
 
+class Gathered(NamedTuple):
+    """The candidates of a filtered draw: what the tile kernel appends to, and what it is told.
+
+    Attributes:
+        thresholds: fp32 ``[B]``: a row's candidates are its logits from there on.
+        counts: int32 ``[B]``, zero at first: how many there are, also beyond the room for them.
+        entries: int64 ``[B, capacity]``, candidates in any order (:func:`nologits.kernels.primitives.pack_entry`).
+        raw: fp32 ``[B, capacity]``, the head's own logits of those tokens, or ``None``.
+        rest: fp64 ``[B, tiles]``, the mass of each tile's other logits in units of the threshold's, or ``None``.
+    """
+
+    thresholds: Tensor
+    counts: Tensor
+    entries: Tensor
+    raw: Tensor | None
+    rest: Tensor | None
+
+
 class Tiles(NamedTuple):
     """What the tile kernel leaves for the merge: winners, and what log-probabilities need."""
 
@@ -198,8 +248,13 @@ def launch_tiles(
     mass: bool,
     raw: bool,
     config: TileConfig,
+    gathered: Gathered | None = None,
 ) -> Tiles:
-    """Runs the tile kernel over ``source`` and returns what its programs left: one winner a row, sample and tile."""
+    """Runs the tile kernel over ``source`` and returns what its programs left: one winner a row, sample and tile.
+
+    With ``gathered`` candidates are put there on the way. If the host knows that every row is filtered, there is no noise, and
+    the winners are the largest logits: those rows are drawn from candidates, with their own noise.
+    """
     batch, vocab, device = source.batch, source.vocab, source.device
     num_tiles = triton.cdiv(vocab, config.BLOCK_V)
     num_batch_blocks = triton.cdiv(batch, config.BLOCK_B)
@@ -212,11 +267,13 @@ def launch_tiles(
         raw_max=empty(batch, num_tiles, dtype=torch.float32) if raw else None,
         raw_mass=empty(batch, num_tiles, dtype=torch.float32) if raw else None,
     )
-    arguments = operands(source, config) | request_arguments(rows)
+    arguments = operands(source, config) | request_arguments(rows) | noise_arguments(rows)
+    if gathered is not None and rows.all_filtered:
+        arguments["GREEDY"] = True
     with on_device(device):
         _categorical_tile_kernel[(num_tiles * num_batch_blocks,)](
             **arguments,
-            **noise_arguments(rows),
+            **_gather_arguments(gathered),
             key_ptr=tiles.key, picked_ptr=tiles.picked, mass_ptr=tiles.mass, raw_picked_ptr=tiles.raw_picked,
             raw_max_ptr=tiles.raw_max, raw_mass_ptr=tiles.raw_mass,
             B=batch, V=vocab, S=num_samples, num_tiles=num_tiles, num_batch_blocks=num_batch_blocks,
@@ -224,3 +281,14 @@ def launch_tiles(
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return tiles
+
+
+def _gather_arguments(gathered: Gathered | None) -> dict[str, Any]:
+    if gathered is None:
+        names = ("threshold_ptr", "gathered_ptr", "entry_ptr", "raw_entry_ptr", "rest_ptr")
+        return dict.fromkeys(names) | {"capacity": 0, "GATHER": False, "REST": False}
+    return {
+        "threshold_ptr": gathered.thresholds, "gathered_ptr": gathered.counts, "entry_ptr": gathered.entries,
+        "raw_entry_ptr": gathered.raw, "rest_ptr": gathered.rest, "capacity": gathered.entries.shape[1],
+        "GATHER": True, "REST": gathered.rest is not None,
+    }  # fmt: skip

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distribution import log_softmax_at
 from ..params import RowParams
-from ..selection import value_of
 from ..sources import HiddenSource
-from ..types import Candidates, Samples, TopTokens
+from ..types import Samples, TopTokens
 from .arguments import filter_arguments, on_device, stride_of, temperature_arguments
 from .config import HopperConfig, multiprocessors
 from .nvrtc import Defines, Kernel, load, tensor_map
@@ -214,10 +212,11 @@ def launch_draw(
     return out
 
 
-def launch_select(source: HiddenSource, rows: RowParams, config: HopperConfig, width: int) -> Candidates:
-    """What the filters keep of each row, in ``width`` columns, of which no row needs more; operands as for a draw.
+def launch_select(source: HiddenSource, rows: RowParams, config: HopperConfig, width: int) -> tuple[Tensor, Tensor]:
+    """The first ``width`` ids that the filters keep of each row, and ``-1`` beyond; and the entries of the ``width`` likeliest.
 
-    It is the likeliest tokens' list that a draw makes on the way.
+    Both int64 ``[B, width]``; operands as for a draw. It is the list that a draw makes on the way. An entry is a token's word
+    (:func:`nologits.selection.order_words`) with its first bit turned.
     """
     device, batch = source.device, source.batch
     out = empty_samples(batch, True, False, width, device)
@@ -226,15 +225,10 @@ def launch_select(source: HiddenSource, rows: RowParams, config: HopperConfig, w
     with on_device(device):
         choose_kernel(device, batch, True, False, True).launch((batch, 1), [launch.params], device, dependent=True)
         launch.start_finish(launch.params, Links())
-    assert out.top is not None
     tops = launch.scratch["tops"]
+    assert out.top is not None
     assert tops is not None
-    kept = out.top.ids >= 0
-    # An entry is a word whose order has its sign turned
-    logits = value_of(tops ^ torch.iinfo(torch.int64).min).masked_fill(~kept, float("-inf"))
-    columns = torch.arange(width, device=device).expand(batch, -1)
-    logprobs = log_softmax_at(logits, columns, rows.temperature32).masked_fill(~kept, float("-inf"))
-    return Candidates(out.top.ids, logits, logprobs, kept.sum(-1))
+    return out.top.ids, tops
 
 
 def empty_samples(batch: int, mass: bool, raw: bool, num_top: int, device: torch.device) -> Samples:

@@ -1,4 +1,4 @@
-"""The head's logits written out, for the blocks of rows whose filters need them all.
+"""The head's logits written out, for kept sets and lists, which come from blocks of whole rows.
 
     out[b, v] = softcap(scale * (hidden . weight^T + bias))
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..sources import HiddenSource
 from .arguments import on_device, operands
 from .config import TileConfig
-from .tile import group_ids, head_transform, project, split_quarters
+from .tile import group_ids, head_quarters, project, split_quarters
 
 
 @triton.jit
@@ -46,10 +46,8 @@ def _logits_kernel(
     acc = project(hidden, weight, v0, b0, V_ROWS, B, D, stride_wv, stride_wd, stride_hb, stride_hd,
                   BLOCK_V, BLOCK_B, BLOCK_D, USE_TMA, UPCAST, PRECISION)  # fmt: skip
     x0, x1, x2, x3 = split_quarters(acc, BLOCK_V, BLOCK_B)
-    x0 = head_transform(x0, groups, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-    x1 = head_transform(x1, groups + 8, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-    x2 = head_transform(x2, groups + 64, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-    x3 = head_transform(x3, groups + 72, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+    x0, x1, x2, x3 = head_quarters(x0, x1, x2, x3, groups, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE,
+                                   HAS_SOFTCAP)  # fmt: skip
     _store_quarter(x0, groups, rows, out_ptr, V, B)
     _store_quarter(x1, groups + 8, rows, out_ptr, V, B)
     _store_quarter(x2, groups + 64, rows, out_ptr, V, B)

@@ -37,6 +37,25 @@ def _at_winner(value_ptr, key_ptr, pid, token, num_tiles, BLOCK_T: tl.constexpr)
     return tl.sum(picked, axis=0)
 
 
+@triton.jit
+def raw_log_total(raw_max_ptr, raw_mass_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
+    """A row's largest logit of the head, and the logarithm of the mass relative to it."""
+    raw_max = tl.full([BLOCK_T], float("-inf"), tl.float32)
+    for t in range(0, num_tiles, BLOCK_T):
+        offs_t = t + tl.arange(0, BLOCK_T)
+        mask = offs_t < num_tiles
+        raw_max = tl.maximum(raw_max, tl.load(raw_max_ptr + row * num_tiles + offs_t, mask=mask, other=float("-inf")))
+    peak = tl.max(raw_max, axis=0)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    for t in range(0, num_tiles, BLOCK_T):
+        offs_t = t + tl.arange(0, BLOCK_T)
+        mask = offs_t < num_tiles
+        tile_max = tl.load(raw_max_ptr + row * num_tiles + offs_t, mask=mask, other=0.0)
+        mass = tl.load(raw_mass_ptr + row * num_tiles + offs_t, mask=mask, other=0.0)
+        total += tl.where(mass > 0, mass * tl.exp2((tile_max - peak) * LOG2E), 0.0)
+    return peak, tl.log2(tl.sum(total, axis=0)) * LN2
+
+
 @triton.jit(do_not_specialize=["temperature_value"])
 def _categorical_merge_kernel(
     # inputs
@@ -89,19 +108,9 @@ def _categorical_merge_kernel(
             log_mass = tl.where(infinite, float("inf"), log_mass)
             tl.store(log_mass_ptr + row, tl.where(valid, log_mass, nan))
     if RAW:
-        raw_max = tl.full([BLOCK_T], float("-inf"), tl.float32)
-        for t in range(0, num_tiles, BLOCK_T):
-            mask = t + offs_t < num_tiles
-            raw_max = tl.maximum(raw_max, tl.load(raw_max_ptr + row * num_tiles + t + offs_t, mask=mask, other=float("-inf")))
-        peak = tl.max(raw_max, axis=0)
-        total = tl.zeros([BLOCK_T], tl.float32)
-        for t in range(0, num_tiles, BLOCK_T):
-            mask = t + offs_t < num_tiles
-            tile_max = tl.load(raw_max_ptr + row * num_tiles + t + offs_t, mask=mask, other=0.0)
-            mass = tl.load(raw_mass_ptr + row * num_tiles + t + offs_t, mask=mask, other=0.0)
-            total += tl.where(mass > 0, mass * tl.exp2((tile_max - peak) * LOG2E), 0.0)
+        peak, log_total = raw_log_total(raw_max_ptr, raw_mass_ptr, row, num_tiles, BLOCK_T)
         raw = _at_winner(raw_picked_ptr, key_ptr, pid, token, num_tiles, BLOCK_T)
-        logprob = (raw - peak) - tl.log2(tl.sum(total, axis=0)) * LN2
+        logprob = (raw - peak) - log_total
         logprob = tl.where(raw == float("inf"), 0.0, logprob)
         tl.store(raw_logprob_ptr + pid, tl.where(valid, logprob, nan))
 

@@ -20,6 +20,10 @@ LN_LN2: tl.constexpr = tl.constexpr(-0.36651292058166435)
 SERIES_BELOW: tl.constexpr = tl.constexpr(0x20000000)
 NAN_ORDER: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
+ID_BITS: tl.constexpr = tl.constexpr(22)
+LAST_ID: tl.constexpr = tl.constexpr((1 << 22) - 1)
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
@@ -62,22 +66,48 @@ def log2_exponential(words, FAST: tl.constexpr):
 
 
 @triton.jit
+def order_of(x):
+    """int32 with the order of the fp32 ``x``; NaN above everything."""
+    # + 0.0 turns -0.0 into 0.0: the two are equal, so the smaller id has to decide.
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x != x, NAN_ORDER, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def value_of(order):
+    """The fp32 behind :func:`order_of`; a NaN is NaN again."""
+    order = order.to(tl.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def pack_key(score, token):
     """One int64 whose order is the contract's: score descending is larger, then id ascending; NaN above everything."""
-    # + 0.0 turns -0.0 into 0.0: the two are equal as scores, so the smaller id has to decide.
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    order = tl.where(score != score, NAN_ORDER, order)
-    return (order.to(tl.int64) << 32) | (0xFFFFFFFF - token.to(tl.int64))
+    return (order_of(score).to(tl.int64) << 32) | (0xFFFFFFFF - token.to(tl.int64))
 
 
 @triton.jit
 def unpack_key(key):
     """Score and id of a packed key; the score of a NaN key is NaN again."""
-    order = (key >> 32).to(tl.int32)
-    bits = order ^ ((order >> 31) & 0x7FFFFFFF)
-    token = 0xFFFFFFFF - (key & 0xFFFFFFFF)
-    return bits.to(tl.float32, bitcast=True), token
+    return value_of(key >> 32), 0xFFFFFFFF - (key & 0xFFFFFFFF)
+
+
+@triton.jit
+def pack_entry(x, token):
+    """As :func:`pack_key`, in 54 bits and above 0, so that differences of two never overflow; 0 is no entry."""
+    return ((order_of(x).to(tl.int64) + 0x80000000) << ID_BITS) | (token.to(tl.int64) ^ LAST_ID)
+
+
+@triton.jit
+def logit_of(entry):
+    """The logit of an entry; NaN of 0, which is none."""
+    return value_of((entry >> ID_BITS) - 0x80000000)
+
+
+@triton.jit
+def token_of(entry):
+    """The id of an entry."""
+    return ((entry & LAST_ID) ^ LAST_ID).to(tl.int32)
 
 
 @triton.jit

@@ -112,3 +112,35 @@ def request_transform(x, ids, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride
         word = tl.load(allowed_ptr + offsets, mask=valid, other=0)
         valid &= ((word >> (ids[:, None] & 31)) & 1) != 0
     return tl.where(valid, x, float("-inf"))
+
+
+@triton.jit
+def head_quarters(x0, x1, x2, x3, groups, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS: tl.constexpr,
+                  HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):  # fmt: skip
+    """:func:`head_transform` of the four quarters."""
+    x0 = head_transform(x0, groups, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+    x1 = head_transform(x1, groups + 8, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+    x2 = head_transform(x2, groups + 64, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+    x3 = head_transform(x3, groups + 72, bias_ptr, stride_bias, scale, softcap, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def request_quarters(x0, x1, x2, x3, groups, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv, bias_ids_ptr,
+                     bias_values_ptr, stride_bib, stride_bik, stride_bvb, stride_bvk, num_biased, allowed_ptr, stride_ab,
+                     stride_aw, HAS_LOGIT_BIAS: tl.constexpr, HAS_SPARSE_BIAS: tl.constexpr, HAS_ALLOWED: tl.constexpr,
+                     BLOCK_V: tl.constexpr):  # fmt: skip
+    """:func:`request_transform` of the four quarters."""
+    x0 = request_transform(x0, groups, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv, bias_ids_ptr,
+                           bias_values_ptr, stride_bib, stride_bik, stride_bvb, stride_bvk, num_biased, allowed_ptr,
+                           stride_ab, stride_aw, HAS_LOGIT_BIAS, HAS_SPARSE_BIAS, HAS_ALLOWED, BLOCK_V)  # fmt: skip
+    x1 = request_transform(x1, groups + 8, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv, bias_ids_ptr,
+                           bias_values_ptr, stride_bib, stride_bik, stride_bvb, stride_bvk, num_biased, allowed_ptr,
+                           stride_ab, stride_aw, HAS_LOGIT_BIAS, HAS_SPARSE_BIAS, HAS_ALLOWED, BLOCK_V)  # fmt: skip
+    x2 = request_transform(x2, groups + 64, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv, bias_ids_ptr,
+                           bias_values_ptr, stride_bib, stride_bik, stride_bvb, stride_bvk, num_biased, allowed_ptr,
+                           stride_ab, stride_aw, HAS_LOGIT_BIAS, HAS_SPARSE_BIAS, HAS_ALLOWED, BLOCK_V)  # fmt: skip
+    x3 = request_transform(x3, groups + 72, rows, v0, V, B, logit_bias_ptr, stride_lbb, stride_lbv, bias_ids_ptr,
+                           bias_values_ptr, stride_bib, stride_bik, stride_bvb, stride_bvk, num_biased, allowed_ptr,
+                           stride_ab, stride_aw, HAS_LOGIT_BIAS, HAS_SPARSE_BIAS, HAS_ALLOWED, BLOCK_V)  # fmt: skip
+    return x0, x1, x2, x3

@@ -16,7 +16,7 @@ READ = "0.5.23"
 
 EXPERIMENTAL = f"it is experimental: {SWITCH}=1 switches it on"
 
-COUNTERS = Counters()
+COUNTERS = Counters("SGLang")
 
 _logger = logging.getLogger("sglang.nologits")
 

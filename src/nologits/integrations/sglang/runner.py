@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..rows import Keys
 from .heads import LateLogits, refusal
-from .session import Session, failed, refused
+from .plugin import COUNTERS
+from .session import Session, refused
 
 BATCH_TARGET = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 SAMPLE_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
@@ -56,7 +57,7 @@ def sample(stock: Callable[..., Any], runner: Any, logits_output: Any, forward_b
         refused(len(late), str(reason))
         return engine()
     except Exception:
-        failed(len(late))
+        COUNTERS.failed(len(late))
         return engine()
     tokens = None
     if plan.batch is not None:
@@ -66,15 +67,15 @@ def sample(stock: Callable[..., Any], runner: Any, logits_output: Any, forward_b
             refused(len(late), str(reason))
             return engine()
         except Exception:
-            failed(len(plan.taken), plan.reasons)
+            COUNTERS.failed(len(plan.taken), plan.reasons)
             return engine()
     if tokens is not None and plan.whole:
         # What SGLang's own does besides drawing, as far as it applies here.
         logits_output.auxiliary_device_output = None
-        session.count(plan)
+        COUNTERS.planned(len(plan.taken), plan.reasons)
         return tokens
     drawn = engine()
-    session.count(plan)
+    COUNTERS.planned(len(plan.taken), plan.reasons)
     return drawn if tokens is None else drawn.index_copy(0, plan.places, tokens.to(drawn.dtype))
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..eligibility import obstacle
-from ..plans import Entry, Plan, make_plan
+from ..plans import Entry, Plan, Planner
 from ..rows import Keys, make_row
 from . import requests
 from .heads import LateLogits
@@ -33,8 +32,7 @@ class Session:
     def __init__(self, vocab_size: int, device: torch.device, keys: Keys, reason: str) -> None:
         self.vocab_size, self.device, self.reason = vocab_size, device, reason
         self._keys = keys
-        self._entries: list[Entry] = []
-        self._plan: Plan | None = None
+        self._planner = Planner(device)
         if reason:
             _logger.warning("nologits: inactive because %s", reason)
 
@@ -49,12 +47,8 @@ class Session:
         return entry
 
     def plan(self, entries: list[Entry]) -> Plan:
-        """Who draws the rows of this step; the tensors of an unchanged batch are kept from the step before."""
-        if self._plan is not None and entries == self._entries:
-            return self._plan
-        self._plan = make_plan(entries, self.vocab_size, self.device)
-        self._entries = entries
-        return self._plan
+        """Who draws the rows of this step."""
+        return self._planner.plan(entries, self.vocab_size)
 
     def draw(self, plan: Plan, late: LateLogits, positions: Any, mask: Tensor | None) -> Tensor:
         """Draws the rows that are taken.
@@ -81,20 +75,7 @@ class Session:
         # The dtype that SGLang multiplies in. A row without a finite logit has no token: it gets an id that exists.
         return head.sample(hidden.to(head.spec.weight.dtype), params).tokens.clamp(min=0)
 
-    def count(self, plan: Plan) -> None:
-        """Counts a step that went as planned; a reason seen for the first time is logged."""
-        for reason in COUNTERS.step(len(plan.taken), plan.reasons):
-            _logger.info("nologits: SGLang draws requests with: %s", reason)
-
 
 def refused(rows: int, reason: str) -> None:
     """Counts a step of which nothing can be taken."""
-    for new in COUNTERS.step(0, [reason] * rows):
-        _logger.info("nologits: SGLang draws batches with: %s", new)
-
-
-def failed(rows: int, reasons: Sequence[str] = ()) -> None:
-    """Counts and logs a step whose ``rows`` failed here; to be called while its exception is handled."""
-    COUNTERS.error()
-    COUNTERS.step(0, ["error in nologits"] * rows + list(reasons))
-    _logger.exception("nologits: a step failed and is done by SGLang")
+    COUNTERS.planned(0, [reason] * rows, "batches")

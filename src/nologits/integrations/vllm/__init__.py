@@ -3,6 +3,6 @@
 Nothing here imports vLLM before vLLM has asked for it.
 """
 
-from .plugin import counters, register, reset_counters, status
+from .plugin import counters, paused, register, reset_counters, status
 
-__all__ = ["counters", "register", "reset_counters", "status"]
+__all__ = ["counters", "paused", "register", "reset_counters", "status"]

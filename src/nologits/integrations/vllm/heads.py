@@ -79,12 +79,13 @@ def install() -> None:
 
     stock = LogitsProcessor.forward
 
+    # ``further``: vLLM 0.32's skip_gather, which 0.26 does not have.
     def forward(
-        layer: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None, skip_gather: bool = False
+        layer: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None, *further: Any, **named: Any
     ) -> Any:
         capture = getattr(_local, "capture", None)
-        if capture is None or skip_gather:
-            return stock(layer, lm_head, hidden_states, embedding_bias, skip_gather)
+        if capture is None or any(further) or any(named.values()):
+            return stock(layer, lm_head, hidden_states, embedding_bias, *further, **named)
         if capture(Call(layer, lm_head, hidden_states, embedding_bias)):
             return stock(layer, lm_head, hidden_states, embedding_bias)
         return NoLogits()

@@ -37,6 +37,6 @@ def _engine_only(params: Any) -> str:
         return "log-probabilities of listed tokens"
     if params.thinking_token_budget is not None:
         return "thinking token budget"
-    if params.trace_decode_token_ids is not None:
+    if getattr(params, "trace_decode_token_ids", None) is not None:  # not in vLLM 0.26
         return "replay of a trace"
     return ""

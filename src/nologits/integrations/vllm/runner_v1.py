@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..plans import Entry, Plan
 from .heads import Call, NoLogits, capturing
+from .plugin import COUNTERS, is_paused
 from .session import Logprobs, Session, Step, grammar_by_row, logprobs_of, merge, session_of
 
 _BUILT_IN = ("MinPLogitsProcessor", "LogitBiasLogitsProcessor", "MinTokensLogitsProcessor")
@@ -38,7 +39,7 @@ def install() -> None:
     def execute_model(self: Any, scheduler_output: Any, *arguments: Any, **keywords: Any) -> Any:
         due = _due(self)
         due.scheduled, due.grammar, due.step = scheduler_output, None, None
-        if due.session.site is None:
+        if is_paused() or due.session.site is None:
             return execute(self, scheduler_output, *arguments, **keywords)
         with capturing(functools.partial(due.open, self)):
             return execute(self, scheduler_output, *arguments, **keywords)
@@ -91,7 +92,7 @@ class _Due:
                 raise RuntimeError(f"{len(call.hidden)} hidden states for {batch.num_reqs} requests, or more than one call")
         except Exception:
             self.step = None
-            self.session.failed(batch.num_reqs)
+            COUNTERS.failed(batch.num_reqs)
             return True
         count = batch.num_reqs
         generated = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
@@ -110,12 +111,12 @@ class _Due:
         """The step's draw: ours, vLLM's (``stock``), or both."""
         step, self.step = self.step, None
         if step is None:
-            if self.session.site is None:
+            if self.session.site is None and not is_paused():
                 self.session.refused(runner.input_batch.num_reqs)
             return stock(logits)
         output = None if isinstance(logits, NoLogits) else stock(logits)
         if step.plan.batch is None:
-            self.session.count(step.plan)
+            COUNTERS.planned(len(step.plan.taken), step.plan.reasons)
             return output
         try:
             drawn = self.session.draw(step, grammar_by_row(self.grammar, runner.input_batch.req_ids))
@@ -123,7 +124,7 @@ class _Due:
         except Exception as error:
             self.session.draw_failed(error, len(step.plan.taken), step.plan.reasons)
             return stock(remake(step.call)) if output is None else output
-        self.session.count(step.plan)
+        COUNTERS.planned(len(step.plan.taken), step.plan.reasons)
         return output
 
 

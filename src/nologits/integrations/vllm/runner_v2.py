@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..plans import Entry, Plan
 from .heads import Call, NoLogits, Recorder, capturing
+from .plugin import COUNTERS, is_paused
 from .session import Logprobs, Session, Step, grammar_by_row, logprobs_of, merge, session_of
 
 _BUILT_IN = ("LogitBiasState", "PenaltiesState", "BadWordsState")
@@ -37,12 +38,15 @@ def install() -> None:
     @functools.wraps(stock_sample)
     def sample(self: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         stock = functools.partial(stock_sample, self, hidden_states, input_batch, grammar_output)
+        if is_paused():
+            return stock()
         return _due(self).sample(hidden_states, input_batch, grammar_output, stock)
 
+    # vLLM 0.26 passes the prompt's length between the two.
     @functools.wraps(stock_add)
-    def add_request(self: Any, req_idx: int, sampling_params: Any) -> None:
-        vars(self).setdefault("_nologits_params", {})[req_idx] = sampling_params
-        stock_add(self, req_idx, sampling_params)
+    def add_request(self: Any, req_idx: int, *given: Any) -> None:
+        vars(self).setdefault("_nologits_params", {})[req_idx] = given[-1]
+        stock_add(self, req_idx, *given)
 
     GPUModelRunner.sample, Sampler.add_request = sample, add_request
     GPUModelRunner._nologits_hooked = True
@@ -64,7 +68,7 @@ class _Due:
         try:
             plan = session.plan([self._entry(slot) for slot in batch.idx_mapping_np.tolist()])
         except Exception:
-            session.failed(count)
+            COUNTERS.failed(count)
             return stock()
         if plan.batch is None:
             output = stock()
@@ -87,7 +91,7 @@ class _Due:
             except Exception as error:
                 session.draw_failed(error, len(plan.taken), plan.reasons)
                 return output
-        session.count(plan)
+        COUNTERS.planned(len(plan.taken), plan.reasons)
         return output
 
     def _entry(self, slot: int) -> Entry:
@@ -151,11 +155,13 @@ def _obstacle(runner: Any) -> str:
     sampler = runner.sampler
     if type(sampler) is not Sampler:
         return f"a sampler of its own ({type(sampler).__name__})"
-    if runner.batch_sharder is not None:
+    # vLLM 0.26 has none of these three.
+    if getattr(runner, "batch_sharder", None) is not None:
         return "sampling is split over ranks"
-    if sampler.return_sampling_mask:
+    if getattr(sampler, "return_sampling_mask", False):
         return "the sampling mask is asked for"
-    others = [type(one).__name__ for one in sampler.logits_processors if type(one).__name__ not in _BUILT_IN]
+    processors = getattr(sampler, "logits_processors", ())
+    others = [type(one).__name__ for one in processors if type(one).__name__ not in _BUILT_IN]
     return f"custom logits processors ({', '.join(others)})" if others else ""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..drawing import Drawn, draw
 from ..eligibility import obstacle
-from ..plans import Entry, Plan, make_plan
+from ..plans import Entry, Plan, Planner
 from ..rows import Keys, make_row
 from . import ranks, requests
 from .heads import Call, Site
@@ -42,8 +42,7 @@ class Session:
         self.logprobs_mode: str = runner.model_config.logprobs_mode
         config = runner.vllm_config
         self._keys = Keys(config.model_config.seed or 0, config.parallel_config.data_parallel_rank)
-        self._entries: list[Entry] = []
-        self._plan: Plan | None = None
+        self._planner = Planner(self.device)
         self.site: Site | None = None
         self.reason = obstacle or _reason(lambda: _config_obstacle(config, self.device))
         # Ranks that share a model take its requests together or not at all.
@@ -72,31 +71,16 @@ class Session:
         return reason or make_row(request, self.site.vocab_size, self._keys)
 
     def plan(self, entries: list[Entry]) -> Plan:
-        """Who draws the rows of this step; the tensors of an unchanged batch are kept from the step before."""
-        if self._plan is not None and entries == self._entries:
-            return self._plan
+        """Who draws the rows of this step."""
         assert self.site is not None
-        self._plan = make_plan(entries, self.site.vocab_size, self.device)
-        self._entries = entries
-        return self._plan
-
-    def count(self, plan: Plan) -> None:
-        """Counts a step that went as planned; a reason seen for the first time is logged."""
-        for reason in COUNTERS.step(len(plan.taken), plan.reasons):
-            _logger.info("nologits: vLLM draws requests with: %s", reason)
+        return self._planner.plan(entries, self.site.vocab_size)
 
     def refused(self, rows: int) -> None:
         """Counts a step of which nothing can be taken."""
         COUNTERS.step(0, [self.reason] * rows)
 
-    def failed(self, rows: int, reasons: Sequence[str] = ()) -> None:
-        """Counts and logs a step whose ``rows`` failed here; to be called while its exception is handled."""
-        COUNTERS.error()
-        COUNTERS.step(0, ["error in nologits"] * rows + list(reasons))
-        _logger.exception("nologits: a step failed and is done by vLLM")
-
     def draw_failed(self, error: Exception, rows: int, reasons: Sequence[str] = ()) -> None:
-        """As :meth:`failed`, for a draw that raised ``error``.
+        """As :meth:`Counters.failed`, for a draw that raised ``error``.
 
         Raises:
             Exception: ``error`` itself, where ranks share the head and it may be this rank's alone. The others then wait in an
@@ -105,7 +89,7 @@ class Session:
         """
         if self.site is not None and self.site.split and not isinstance(error, ValueError):
             raise error
-        self.failed(rows, reasons)
+        COUNTERS.failed(rows, reasons)
 
     def draw(self, step: Step, grammar: dict[int, Any] | None) -> Drawn:
         """Draws the rows that are taken. ``grammar``: bitmasks by row of the whole batch."""
