@@ -14,7 +14,7 @@ import torch
 import nologits as nl
 from nologits.kernels.config import HOPPER_TURNS_64
 from nologits.params import make_rows
-from nologits.screen import make_screen, screen_rows
+from nologits.screen import make_screen, num_words, screen_rows
 from nologits.sources import HiddenSource
 
 GXX = shutil.which("g++")
@@ -31,11 +31,6 @@ def build(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulated")
     TOOLS["copy_sources"](SOURCES, folder)
     return functools.cache(lambda defines, name="screen": TOOLS["build"](GXX, folder, defines, name))
-
-
-class Operands(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("hidden", "weight")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("stride_hidden", "stride_weight")]
 
 
 @pytest.fixture
@@ -86,7 +81,8 @@ def draw(build, monkeypatch):
         assert products.abs().max() < 2**31
         first, second = products.int().contiguous().chunk(2)
         weight = head.spec.weight
-        how.state = (first, second, Operands(hidden.data_ptr(), weight.data_ptr(), hidden.stride(0), weight.stride(0)))
+        operands = screened.Operands(hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), weight.stride(0))
+        how.state = (first, second, operands)
         how.logits = (hidden.float() @ weight.float().T).contiguous()
         rows = make_rows(params, len(hidden), head.spec.vocab_size, hidden.device)
         source = HiddenSource(hidden, head.spec)
@@ -219,8 +215,9 @@ def test_the_order_of_threads_changes_nothing(draw, order):
 
 
 class RowArguments(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("hidden", "parts", "scales")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("stride", "pitch")] + [(name, ctypes.c_int) for name in ("B", "D")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("hidden", "parts", "scales", "words")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("stride", "pitch")]
+    _fields_ += [(name, ctypes.c_int) for name in ("B", "D", "num_words")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -232,9 +229,13 @@ def test_the_rows_bytes_are_the_specifications(build, dtype):
     parts, scales = torch.empty(12, D, dtype=torch.int8), torch.empty(6, 4)
     library = build((("OPERAND", '"bf16"' if dtype == torch.bfloat16 else '"f16"'),), "screen_rows")
     library.launch.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_int]
-    given = RowArguments(hidden.data_ptr(), parts.data_ptr(), scales.data_ptr(), hidden.stride(0), parts.stride(0), 6, D)
+    words = torch.full((num_words(6),), 7, dtype=torch.int32)
+    given = RowArguments(
+        hidden.data_ptr(), parts.data_ptr(), scales.data_ptr(), words.data_ptr(), hidden.stride(0), parts.stride(0), 6, D, len(words)
+    )
     failure = library.launch(ctypes.addressof(given), 0, 0xFF)
     assert not failure, failure.decode()
+    assert not words.any()
     want = screen_rows(hidden)
     finite = torch.tensor([True, True, True, False, False, True])
     assert torch.equal(parts[finite.repeat(2)], want.parts[finite.repeat(2)])

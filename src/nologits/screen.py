@@ -10,9 +10,10 @@ The first term is made of whole numbers below 2^31 (D up to 2^16): the tensor co
 Schwarz, and as ``|s q| <= |w| + |e|``, the others are at most ``|h| |e| + |r| (|w| + |e|)``. Two more things are not exact.
 Three roundings to fp32 make the first term of its whole numbers, each of at most 2^-24 of a part that is no longer than ``|h|
 (|w| + |e|)`` and some: 2^-20 of that covers them. The winner's score is made by a dot product in fp32 (``sm90/rescore.cu``),
-which sums D / 32 products a lane and five more times over lanes: off by at most ``(D / 32 + 6) 2^-24 |h| |w|``. So with
+which sums at most D / 32 + 9 products a lane, and five more times over lanes: off by at most ``(D / 32 + 16) 2^-24 |h| |w|``.
+So with
 
-    E = |e|     N = |w| + |e|     A = |h|     R = |r| + (2^-20 + (D / 32 + 6) 2^-24) |h|
+    E = |e|     N = |w| + |e|     A = |h|     R = |r| + (2^-20 + (D / 32 + 16) 2^-24) |h|
 
 each rounded up, the product that decides lies within ``A E + R N`` of the middle. What is made of it afterwards (bias, scale
 > 0, soft cap, logit bias, noise) is monotone, and so is its rounding; the approximation of tanh is so up to 4e-6, which its
@@ -56,10 +57,17 @@ class ScreenedRows(NamedTuple):
     Attributes:
         parts: ``q1`` of all rows, then ``q2``: int8 ``[2 B, D]``.
         scales: ``a``, ``a / 254``, ``A`` and ``R``: fp32 ``[B, 4]``.
+        words: int32 ``[num_words(B)]``, 0: what the kernels of a draw tell each other.
     """
 
     parts: Tensor
     scales: Tensor
+    words: Tensor
+
+
+def num_words(batch: int) -> int:
+    """Words that the kernels of a draw of ``batch`` rows tell each other."""
+    return 6 * batch + 1 + -(-batch // 16)
 
 
 def make_screen(weight: Tensor) -> Screen:
@@ -101,10 +109,11 @@ def screen_rows(hidden: Tensor) -> ScreenedRows:
     second = (rest / safe * 254).round().clamp(-127, 127).nan_to_num(0.0)
     left = rows.double() - scale.double() * first - (scale / 254).double() * second
     of_error = torch.linalg.vector_norm(rows.double(), dim=1)
-    rounding = 2.0**-20 + (rows.shape[1] / 32 + 6) * 2.0**-24
+    rounding = 2.0**-20 + (rows.shape[1] / 32 + 16) * 2.0**-24
     of_length = torch.linalg.vector_norm(left, dim=1) + rounding * of_error
     scales = torch.stack((scale[:, 0], scale[:, 0] / 254, _rounded_up(of_error), _rounded_up(of_length)), 1)
-    return ScreenedRows(torch.cat((first, second)).to(torch.int8), scales.contiguous())
+    words = torch.zeros(num_words(len(hidden)), dtype=torch.int32, device=hidden.device)
+    return ScreenedRows(torch.cat((first, second)).to(torch.int8), scales.contiguous(), words)
 
 
 def _rounded_up(lengths: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ COPIED = (
     "tile.cuh",
     "draw.cuh",
     "mass.cuh",
+    "patience.cuh",
     "truncate.cuh",
     "categorical.cu",
     "sweep.cuh",

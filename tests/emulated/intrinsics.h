@@ -81,6 +81,7 @@ inline void __threadfence() {}
 inline void __threadfence_system() {}
 inline void __trap() {}  // said of an alignment that is not emulated
 inline u64 atomicAdd(u64* at, u64 value) { return std::exchange(*at, *at + value); }
+inline u64 atomicMax(u64* at, u64 value) { return std::exchange(*at, value > *at ? value : *at); }
 inline int atomicMin(int* at, int value) { return std::exchange(*at, value < *at ? value : *at); }
 inline int atomicMax(int* at, int value) { return std::exchange(*at, value > *at ? value : *at); }
 

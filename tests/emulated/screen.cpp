@@ -9,19 +9,19 @@
 
 extern "C" __attribute__((visibility("default"))) int params_bytes() { return sizeof(Params); }
 
-struct Operands {
-    const void *hidden, *weight;
-    i64 stride_hidden, stride_weight;
-};
+#ifdef RESCORE
 inline Operands operands;
+#else
+struct Operands;
+#endif
 
 // Says what went wrong, or nullptr. `products` are two [rows, V].
 extern "C" __attribute__((visibility("default"))) const char* launch(const Params* params, const int* first, const int* second, const Operands* of, int blocks, int slots,
                                                                      int dynamic_bytes, unsigned long long seed, int poison) {
-    operands = *of;
 #ifdef RESCORE
-    const emulated::Shape shape = {1, THREADS, sizeof(Candidate) * WARPS, 0, false};
-    auto kernel = [](const void* with) { rescore_tokens(*static_cast<const Params*>(with), operands.hidden, operands.stride_hidden, operands.weight, operands.stride_weight); };
+    operands = *of;
+    const emulated::Shape shape = {static_cast<u32>(slots), THREADS, sizeof(Scratch), 0, true};
+    auto kernel = [](const void* with) { rescore_tokens(*static_cast<const Params*>(with), operands); };
 #else
     emulated::products[0] = first, emulated::products[1] = second;
     emulated::rows = params->B;

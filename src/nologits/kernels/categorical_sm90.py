@@ -40,7 +40,9 @@ _FILTER_POINTERS = (
     "top_k", "top_p", "min_p", "entries", "gathered", "peaks", "pilot", "thresholds", "open", "progress", "open_rows", "rests",
     "slot_thresholds", "tops", "made", "top_ids", "top_logprobs", "raw_top_ids", "raw_top_logprobs",
 )  # fmt: skip
-_SCREEN_POINTERS = ("id_scales", "id_errors", "id_lengths", "row_scales", "floors", "left")
+_SCREEN_POINTERS = (
+    "id_scales", "id_errors", "id_lengths", "row_scales", "exact_winners", "floors", "told", "rescored", "left",
+)  # fmt: skip
 _FILTER_INTEGERS = ("stride_top_k", "stride_top_p", "stride_min_p", "top_k_value")
 
 CAPACITY = 4096
@@ -328,7 +330,7 @@ class DrawLaunch:
         device, shard = self.source.device, self.extent.ranks > 1
         with on_device(device):
             kernel = tile_kernel(self.source, self.rows, self.mass, self.raw, self.config, self.gathers, shard, left)
-            kernel.launch(self.grid, [*self._maps(self.config), self.params], device)
+            kernel.launch(self.grid, [*self._maps(self.config), self.params], device, dependent=left)
 
     def start_finish(self, params: Params, links: Links) -> None:
         """What settles the rows that are open then; ``params`` are the kernel's that left them."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..params import RowParams
-from ..screen import ScreenedRows
+from ..screen import ScreenedRows, num_words
 from ..sources import HiddenSource
 from ..types import Samples
 from .arguments import on_device
@@ -23,15 +23,27 @@ from .nvrtc import Kernel, load, tensor_map
 if TYPE_CHECKING:
     from ..screen import Screen
 
+_MOST_PARTS, _RESCORE_BLOCKS = 8, 256
+"""Blocks that share a row's candidates, and of all rows: about two a multiprocessor."""
+
 SCREEN_CONFIG = HopperConfig(turns=True, rows=64, stages=6, pair=2, cluster=1)
 _TILE_BYTES = 128  # of a row of a piece of operands
 _THREADS, _RESCORE_THREADS, _ROW_THREADS = 384, 256, 256
 
 
+class Operands(ctypes.Structure):
+    """``Operands`` of ``sm90/rescore.cu``; strides in elements."""
+
+    _fields_ = (
+        ("hidden", ctypes.c_void_p), ("stride_hidden", ctypes.c_int64), ("weight", ctypes.c_void_p), ("stride_weight", ctypes.c_int64),
+    )  # fmt: skip
+
+
 def shared_bytes(config: HopperConfig) -> int:
-    """Dynamic shared memory of one block: stages with both parts of the rows, noise codes, barriers."""
+    """Dynamic shared memory of one block: stages with both parts of the rows, noise codes, room beside them, barriers."""
     stage = (config.tile + 2 * config.rows) * _TILE_BYTES
-    return config.stages * (stage + 16) + 2 * config.tile * config.rows + 16
+    codes = 2 * config.tile * config.rows
+    return config.stages * (stage + 16) + codes + codes // 2 + 16
 
 
 def launch_screened(
@@ -45,22 +57,23 @@ def launch_screened(
     device, batch = source.device, source.batch
     out = empty_samples(batch, False, False, 0, device)
     launch = DrawLaunch(source, rows, out, whole(source.vocab), SCREEN_CONFIG, False)
-    zeros = torch.zeros(3 * batch + 1, dtype=torch.int32, device=device)
-    gathered, floors, left = zeros.split([batch, batch, batch + 1])
-    entries = torch.empty(batch, CAPACITY, dtype=torch.int64, device=device)
-    params = launch.params
-    for name, tensor in (
-        ("gathered", gathered), ("floors", floors), ("left", left), ("entries", entries), ("row_scales", states.scales),
-        ("id_scales", screen.scales), ("id_errors", screen.errors), ("id_lengths", screen.lengths),
-    ):  # fmt: skip
+    sizes = [2 * batch, batch, batch, batch, -(-batch // 16), batch + 1]
+    names = ("exact_winners", "gathered", "floors", "rescored", "told", "left")
+    words = dict(zip(names, states.words.split(sizes), strict=True))
+    tensors = {
+        **words, "entries": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device), "row_scales": states.scales,
+        "id_scales": screen.scales, "id_errors": screen.errors, "id_lengths": screen.lengths,
+    }  # fmt: skip
+    params, left = launch.params, words["left"]
+    for name, tensor in tensors.items():
         setattr(params, name, tensor.data_ptr())
     tile, weight, hidden = SCREEN_CONFIG.tile, source.head.weight, source.hidden
+    parts = max(1, min(_MOST_PARTS, _RESCORE_BLOCKS // batch))
     with on_device(device):
         maps = [tensor_map(screen.weight, tile, _TILE_BYTES), tensor_map(states.parts, params.box_rows, _TILE_BYTES)]
         screen_kernel(source, rows).launch(launch.grid, [*maps, params], device, dependent=True)
-        operands = [ctypes.c_void_p(hidden.data_ptr()), ctypes.c_int64(hidden.stride(0))]
-        operands += [ctypes.c_void_p(weight.data_ptr()), ctypes.c_int64(weight.stride(0))]
-        rescore_kernel(source, rows).launch((batch, 1), [params, *operands], device, dependent=True)
+        operands = Operands(hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), weight.stride(0))
+        rescore_kernel(source, rows).launch((batch, parts), [params, operands], device, dependent=True)
         full = DrawLaunch(source, rows, out, whole(source.vocab), config, False)
         full.params.left = left.data_ptr()
         full.start_tiles(left=True)
@@ -74,6 +87,7 @@ def launch_rows(hidden: Tensor) -> ScreenedRows:
     pitch = -(-depth // 16) * 16  # that the copy engine can address
     parts = torch.empty(2 * batch, pitch, dtype=torch.int8, device=device)[:, :depth]
     scales = torch.empty(batch, 4, device=device)
+    words = torch.empty(num_words(batch), dtype=torch.int32, device=device)
     operand = (("OPERAND", '"bf16"' if hidden.dtype == torch.bfloat16 else '"f16"'),)
     kernel = load("screen_rows", "screen_rows", _ROW_THREADS, 0, operand, _index(device))
     with on_device(device):
@@ -82,11 +96,11 @@ def launch_rows(hidden: Tensor) -> ScreenedRows:
             [
                 ctypes.c_void_p(hidden.data_ptr()), ctypes.c_int64(hidden.stride(0)), ctypes.c_int32(batch),
                 ctypes.c_int32(depth), ctypes.c_void_p(parts.data_ptr()), ctypes.c_int64(pitch),
-                ctypes.c_void_p(scales.data_ptr()),
+                ctypes.c_void_p(scales.data_ptr()), ctypes.c_void_p(words.data_ptr()), ctypes.c_int32(words.numel()),
             ],
             device,
         )  # fmt: skip
-    return ScreenedRows(parts, scales)
+    return ScreenedRows(parts, scales, words)
 
 
 def screen_kernel(source: HiddenSource, rows: RowParams) -> Kernel:

@@ -132,7 +132,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         // Scores of those who could win; then, while the other warpgroup multiplies, the next tile's bounds
 #pragma unroll
         for (int set = 0; set < SETS; ++set)
-            if (rows[set][0].warp_drawn) draw(x[set], p, rows[set], codes + set * SLOTS * 32, id0);
+            if (rows[set][0].warp_drawn) draw(x[set], p, rows[set], codes + set * SLOTS * 32, codes + set * SLOTS * 32, id0);
 #if FILTER
         if (!informed) learn_thresholds(x, p, rows, thresholds, warp_row, codes);
         informed = true;
@@ -200,6 +200,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
 
     allow_dependents();  // the merge kernel may start and wait
 #if LEFT
+    wait_for_primary();
     if (!p.left[0]) return;
 #endif
     if (threadIdx.x == 0) {

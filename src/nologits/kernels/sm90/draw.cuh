@@ -41,9 +41,9 @@ __device__ __forceinline__ float width_of(const Params& p, float of_error, float
     return fmaf(HEAD_SCALE ? 2.0f * p.scale : 2.0f, bound, 2e-6f * fabsf(upper)) + (SOFTCAP ? 1.6e-5f * p.softcap : 0.0f);
 }
 
-// Scores of the ids of one slot, whose upper bounds have been staged: those that could win become candidates, and the best that is
-// certain decides about others.
-__device__ __forceinline__ void consider(const Params& p, Row (&rows)[2], const float4& uppers, int slot, int id0) {
+// Scores of the ids of one slot, whose upper bounds have been staged: the best that is certain decides about others, and those that
+// could win become candidates, if the row `gathers` them.
+__device__ __forceinline__ void consider(const Params& p, Row (&rows)[2], const float4& uppers, int slot, int id0, bool gathers) {
     const bool second = slot & 1;
     const u32 group = id0 + group_offset(slot >> 1);
     Candidate best = second ? rows[1].best : rows[0].best;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void consider(const Params& p, Row (&rows)[2], const 
         const u32 id = group + word_offset(w);
         const float lower = upper[w] - width_of(p, of_error, of_length, id - first_id(p), upper[w]);
         const float most = GREEDY ? upper[w] : score(upper[w], spread, word[w]), least = GREEDY ? lower : score(lower, spread, word[w]);
-        if (score_order(most) >= best.order) {
+        if (gathers && score_order(most) >= best.order) {
             const u32 at = atomicAdd(&p.gathered[row], 1u);
             if (at < CAPACITY) p.entries[static_cast<i64>(row) * CAPACITY + at] = make_entry(score_order(most), id);
         }
@@ -74,7 +74,7 @@ __device__ __forceinline__ void consider(const Params& p, Row (&rows)[2], const 
 }
 #else
 // Exact scores of the ids of one slot, whose logits have been staged.
-__device__ __forceinline__ void consider(const Params&, Row (&rows)[2], const float4& logits, int slot, int id0) {
+__device__ __forceinline__ void consider(const Params&, Row (&rows)[2], const float4& logits, int slot, int id0, bool) {
     const bool second = slot & 1;
     const u32 group = id0 + group_offset(slot >> 1);
     Candidate best = second ? rows[1].best : rows[0].best;
@@ -102,7 +102,8 @@ __device__ __forceinline__ void consider(const Params&, Row (&rows)[2], const fl
 // Updates the rows' winners with a tile. Groups whose bound reaches the floor of their row are considered, each by the lane
 // that holds it. A floor is known only once something has been considered, so the first round takes those near the
 // largest bound, which usually settles it; later rounds take what the floor found then leaves, until it leaves nothing.
-__device__ __forceinline__ void draw(const float (&x)[IDS], const Params& p, Row (&rows)[2], u32* codes, int id0) {
+// `staging` may lie where the codes do, which are gone then.
+__device__ __forceinline__ void draw(const float (&x)[IDS], const Params& p, Row (&rows)[2], const u32* codes, u32* staging, int id0, bool gathers = true) {
     float bounds[SLOTS];
     group_bounds(bounds, x, rows, codes);
     float target[2];
@@ -118,8 +119,8 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], const Params& p, Row
     }
     if (!__any_sync(ALL, hopeful)) return;
 
-    float4* const staged = reinterpret_cast<float4*>(codes) + (threadIdx.x & 31);  // in place of the codes
-    __syncwarp();                                                                  // which every lane has read
+    float4* const staged = reinterpret_cast<float4*>(staging) + (threadIdx.x & 31);
+    __syncwarp();  // every lane has read the codes
     u32 open = (rows[0].drawn ? 0x55555555u : 0) | (rows[1].drawn ? 0xAAAAAAAAu : 0);
     while (true) {
         u32 reached = 0;
@@ -147,7 +148,7 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], const Params& p, Row
         }
         open &= ~taken;
         bool unsettled = reached & ~taken;
-        for (int i = 0; taken; ++i, taken &= taken - 1) consider(p, rows, staged[i * 32], __ffs(taken) - 1, id0);
+        for (int i = 0; taken; ++i, taken &= taken - 1) consider(p, rows, staged[i * 32], __ffs(taken) - 1, id0, gathers);
         __syncwarp();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

@@ -106,15 +106,17 @@ struct Params {
     double* doubts;  // [B, ranks]: how far their rests may be off
 
     // A screened draw (screen.cu): of each id the scale of its bytes, how far they lie from its weights, and how long those are; of each
-    // row what its bytes count for, and what the two lengths count for in the bound. What goes between its kernels: the largest score
-    // that is certain, as an order with its sign turned; and rows that are left to the kernels that read all weights, with their number
-    // before the first.
+    // row what its bytes count for, and what the two lengths count for in the bound.
     const float* id_scales;
     const float* id_errors;
     const float* id_lengths;
     const float4* row_scales;
-    u32* floors;
-    u32* left;
+    // And what goes between its kernels, all 0 at first:
+    u64* exact_winners;  // [B]: the best exact score, as an entry
+    u32* floors;         // [B]: the best score that is certain, as an order with its sign turned
+    u32* told;           // [ceil(B / 16)]: blocks that have told those of their first tile
+    u32* rescored;       // [B]: blocks that have done their part of it
+    u32* left;           // rows that are left to the kernels that read all weights: their number, then [B] whether it is one
 };
 
 #ifndef SHARD

@@ -1,9 +1,10 @@
 // The last step of a screened draw (screen.cu): the exact scores of the few tokens that could win, and the winner.
 //
-// Rows that cannot be settled so are marked, for the kernels that read all weights: those with more candidates than there is room for, and
-// those with hidden states that are no numbers.
+// First a few with the largest upper scores: one of them is the winner as a rule, and its exact score is more than any certain one, so that
+// few others can still reach it. Rows that cannot be settled so are marked, for the kernels that read all weights: those with more
+// candidates than there is room for, and those with hidden states that are no numbers.
 //
-// Grid: rows. Launched while the screen still runs; waits for it on the device.
+// Grid: rows, and blocks that share a row's candidates. Launched while the screen still runs; waits for it on the device.
 #define TURNS 1
 #ifndef ROWS
 #define ROWS 64
@@ -34,10 +35,26 @@ constexpr int WARPS = THREADS / 32;
 #endif
 constexpr int OPERAND_TYPE = OPERAND[0] == 'b' ? 2 : 3;
 
-// h . w, by one warp, in fp32.
+// Two neighbours of an operand, times two of the other.
+__device__ __forceinline__ float add_products(float sum, u32 a, u32 b) {
+    sum = fmaf(float_of<OPERAND_TYPE>(a), float_of<OPERAND_TYPE>(b), sum);
+    return fmaf(float_of<OPERAND_TYPE>(a >> 16), float_of<OPERAND_TYPE>(b >> 16), sum);
+}
+
+// h . w, by one warp, in fp32: screen.py counts the roundings.
 __device__ __forceinline__ float dot(const void* hidden, const void* weight, int D) {
+    const uint4 *const h = static_cast<const uint4*>(hidden), *const w = static_cast<const uint4*>(weight);
     float sum = 0.0f;
-    for (int d = threadIdx.x & 31; d < D; d += 32) sum = fmaf(load_float<OPERAND_TYPE>(hidden, d), load_float<OPERAND_TYPE>(weight, d), sum);
+#pragma unroll 8
+    for (int i = threadIdx.x & 31; i < D / 8; i += 32) {
+        const uint4 a = h[i], b = w[i];
+        sum = add_products(sum, a.x, b.x);
+        sum = add_products(sum, a.y, b.y);
+        sum = add_products(sum, a.z, b.z);
+        sum = add_products(sum, a.w, b.w);
+    }
+    const int rest = D / 8 * 8 + (threadIdx.x & 31);
+    if (rest < D) sum = fmaf(load_float<OPERAND_TYPE>(hidden, rest), load_float<OPERAND_TYPE>(weight, rest), sum);
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) sum += __shfl_xor_sync(ALL, sum, lanes);
     return sum;
@@ -64,35 +81,75 @@ __device__ __forceinline__ float transformed(const Params& p, float x, int row, 
     return x;  // what a mask hides is no candidate
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) rescore_tokens(const __grid_constant__ Params p, const void* hidden, i64 stride_hidden, const void* weight, i64 stride_weight) {
-    __shared__ Candidate best_of_warp[WARPS];
-    const int row = blockIdx.x, warp = threadIdx.x >> 5;
+struct Scratch {
+    Entry first[WARPS];       // the most promising candidates
+    Candidate best[WARPS];
+    u32 listed;
+    unsigned short list[CAPACITY];  // the others that can still win, of this block's part
+};
+
+struct Operands {
+    const char* hidden;
+    i64 stride_hidden;
+    const char* weight;
+    i64 stride_weight;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) rescore_tokens(const __grid_constant__ Params p, const __grid_constant__ Operands operands) {
+    __shared__ Scratch scratch;
+    const int row = blockIdx.x, part = blockIdx.y, parts = gridDim.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     allow_dependents();
     wait_for_primary();
-    const u32 count = p.gathered[row];
-    const float temperature = row_temperature(p, row), reach = p.row_scales[row].z;
-    if (count > CAPACITY || !(fabsf(reach) < infinity())) {
-        if (threadIdx.x == 0) p.left[1 + row] = 1, atomicAdd(&p.left[0], 1u);
+    const int count = static_cast<int>(min(p.gathered[row], CAPACITY + 1u));
+    const float temperature = row_temperature(p, row);
+    if (count > CAPACITY || !(fabsf(p.row_scales[row].z) < infinity())) {
+        if (threadIdx.x == 0 && part == 0) p.left[1 + row] = 1, atomicAdd(&p.left[0], 1u);
         return;
     }
-    const int floor = turned_back(max(p.floors[row], turned(NOTHING_ORDER)));
+    const int floor = turned_back(p.floors[row]);
     const Stream stream = row_stream(p, row);
     const float spread = row_spread(temperature);
     const Entry* const entries = p.entries + static_cast<i64>(row) * CAPACITY;
-    const char* const state = static_cast<const char*>(hidden) + row * stride_hidden * 2;
-
+    const char* const state = operands.hidden + row * operands.stride_hidden * 2;
     Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
-    for (u32 i = warp; i < count; i += WARPS) {
-        const Entry entry = __ldcg(&entries[i]);
-        if (key_of_entry(entry) < floor) continue;
+    auto rescore = [&](Entry entry) {
         const int id = id_of_entry(entry), at = id - first_id(p);
-        const float logit = transformed(p, dot(state, static_cast<const char*>(weight) + (at - (SHARD ? p.skip : 0)) * stride_weight * 2, p.D), row, at);
-        keep_better(best, winner_of(make_float2(logit, __int_as_float(id)), stream, spread));
+        const float product = dot(state, operands.weight + (at - (SHARD ? p.skip : 0)) * operands.stride_weight * 2, p.D);
+        keep_better(best, winner_of(make_float2(transformed(p, product, row, at), __int_as_float(id)), stream, spread));
+    };
+
+    // The largest of each warp's
+    Entry first = 0;
+    for (int i = threadIdx.x; i < count; i += THREADS) first = max(first, __ldcg(&entries[i]));
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) first = max(first, __shfl_xor_sync(ALL, first, lanes));
+    if (first && key_of_entry(first) >= floor) rescore(first);
+    if (lane == 0) scratch.first[warp] = first, scratch.best[warp] = best;
+    if (threadIdx.x == 0) scratch.listed = 0;
+    __syncthreads();
+
+    // All others that reach the best of these
+    int reached = floor;
+    for (int w = 0; w < WARPS; ++w) reached = max(reached, scratch.best[w].order);
+    for (int i = part + parts * static_cast<int>(threadIdx.x); i < count; i += parts * THREADS) {
+        const Entry entry = __ldcg(&entries[i]);
+        bool open = key_of_entry(entry) >= reached;
+        for (int w = 0; w < WARPS; ++w) open &= entry != scratch.first[w];
+        if (open) scratch.list[atomicAdd(&scratch.listed, 1u)] = static_cast<unsigned short>(i);
     }
-    if ((threadIdx.x & 31) == 0) best_of_warp[warp] = best;
+    __syncthreads();
+    for (u32 i = warp; i < scratch.listed; i += WARPS) rescore(__ldcg(&entries[scratch.list[i]]));
+    if (lane == 0) scratch.best[warp] = best;
     __syncthreads();
     if (threadIdx.x != 0) return;
-    for (int w = 0; w < WARPS; ++w) keep_better(best, best_of_warp[w]);
-    const bool valid = best.order > score_order(-infinity()) && best.order != NAN_ORDER && possible(temperature);
-    p.tokens[row] = valid ? static_cast<i64>(best.token) : -1;
+    for (int w = 0; w < WARPS; ++w) keep_better(best, scratch.best[w]);
+
+    // The best of all parts
+    atomicMax(&p.exact_winners[row], make_entry(best.order, static_cast<int>(best.token)));
+    __threadfence();
+    if (atomicAdd(&p.rescored[row], 1u) != parts - 1) return;
+    const Entry winner = atomicMax(&p.exact_winners[row], static_cast<Entry>(0));
+    const int order = key_of_entry(winner);
+    const bool valid = order > score_order(-infinity()) && order != NAN_ORDER && possible(temperature);
+    p.tokens[row] = valid ? static_cast<i64>(static_cast<u32>(id_of_entry(winner))) : -1;
 }

@@ -10,14 +10,21 @@
 // its roundings: a score lies between those of the ends of its interval.
 //
 // The tiles are the draw's (categorical.cu), of upper bounds: no token is passed over whose upper score reaches the best lower score so
-// far. Those are written down, about 500 a row, of which rescore.cu takes the few that reach the best of all blocks.
+// far. Those are written down, and rescore.cu takes the few of them that can still win.
+//
+// A block alone would take long to find a good lower score, and write down thousands. So all tell theirs to all: of the first tile before
+// anything of it is written down, and of the others for the next tile's sake.
 #ifndef SCREEN
 #define SCREEN 1
 #endif
 #include "draw.cuh"
+#include "patience.cuh"
 #include "pipeline.cuh"
 
 static_assert(TURNS && SETS == 1 && CLUSTER == 1, "a set for each part of the rows' bytes");
+
+constexpr u32 PATIENCE = 1 << 15;              // cycles
+constexpr int SPARE_BYTES = 4 * WARP_CODES * 4;  // for the warps of one warpgroup, beside their codes
 
 // Upper bounds of the head's products, from those of bytes.
 __device__ __forceinline__ void make_uppers(float (&x)[IDS], const int (&products)[2][IDS], const Params& p, const Row (&rows)[2], int v0) {
@@ -45,7 +52,41 @@ __device__ __forceinline__ void make_all_bounds(const Row (&rows)[2], u32* codes
 #endif
 }
 
-__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* all_codes) {
+// ---- what blocks tell each other: it decides how much is written down, never what wins
+
+__device__ __forceinline__ void ask_floors(u32 (&floors)[2], const Params& p, const Row (&rows)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) floors[h] = rows[h].valid ? load_relaxed(&p.floors[rows[h].row]) : 0;
+}
+
+__device__ __forceinline__ void learn_floors(Row (&rows)[2], const u32 (&floors)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        rows[h].best.order = max(rows[h].best.order, turned_back(floors[h]));
+        rows[h].floor = fmaxf(rows[h].floor, floor_of(turned_back(floors[h]), rows[h].spread));
+    }
+}
+
+__device__ __forceinline__ void tell_floors(const Params& p, const Row (&rows)[2], const u32 (&known)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const u32 best = turned(over_row(rows[h].best.order, [](int a, int b) { return max(a, b); }));
+        if ((threadIdx.x & 3) == 0 && rows[h].valid && best > known[h]) atomicMax(&p.floors[rows[h].row], best);
+    }
+}
+
+// The floors of all blocks' first tiles.
+__device__ __forceinline__ void share_floors(u32 (&floors)[2], const Params& p, Row (&rows)[2], int warp_row) {
+    tell_floors(p, rows, floors);
+    u32* const told = &p.told[warp_row >> 4];
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) atomicAdd(told, 1u);
+    be_patient(PATIENCE, [&] { return load_relaxed(told) >= gridDim.y; });
+    ask_floors(floors, p, rows);
+    learn_floors(rows, floors);
+}
+
+__device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* all_codes, u32* spare) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warpgroup = warp >> 2, warp_row = blockIdx.x * ROWS + 16 * (warp & 3);
     const int steps = (p.D + TILE_D - 1) / TILE_D;
     u32* const codes = all_codes + warp * WARP_CODES;
@@ -69,6 +110,8 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
             barrier_wait(turn + 8 * warpgroup, turn_parity);
             turn_parity ^= 1;
         }
+        u32 floors[2];
+        ask_floors(floors, p, rows);  // the answer comes during the matmul
         const int last = multiply(products, steps, stages, full, empty, ring, [](int) {});
         if (lane == 0) barrier_arrive(turn + 8 * (warpgroup ^ 1));
         wgmma_wait<0>();
@@ -83,13 +126,14 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         for (int i = 0; i < IDS; ++i) x[i] += 4e-6f * p.softcap;  // the approximation of tanh grows only up to so much
 #endif
         request_transform(x, p, rows, v0, (tile + 1) * TILE_V);
-        draw(x, p, rows, codes, id0);
-    }
-
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int best = over_row(rows[h].best.order, [](int a, int b) { return max(a, b); });
-        if ((lane & 3) == 0 && rows[h].valid) atomicMax(&p.floors[rows[h].row], turned(best));
+        learn_floors(rows, floors);
+        if (q == 0) {
+            draw(x, p, rows, codes, spare + warp * WARP_CODES, id0, false);
+            share_floors(floors, p, rows, warp_row);
+            __syncwarp();
+        }
+        draw(x, p, rows, codes, codes, id0);
+        tell_floors(p, rows, floors);
     }
 }
 
@@ -98,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
     extern __shared__ __align__(1024) unsigned char memory[];  // the swizzle needs stages at multiples of 1,024 bytes
     const u32 stages = shared_address(memory);
     u32* const codes = reinterpret_cast<u32*>(memory + STAGES * STAGE_BYTES);
-    const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES, empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
+    u32* const spare = reinterpret_cast<u32*>(memory + STAGES * STAGE_BYTES + CODE_BYTES);
+    const u32 full = stages + STAGES * STAGE_BYTES + CODE_BYTES + SPARE_BYTES, empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
     if (stages & 1023) __trap();
     allow_dependents();
     if (threadIdx.x == 0) {
@@ -114,6 +159,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
         if (threadIdx.x == CONSUMER_THREADS) produce(&weight, &hidden, p, blockIdx.x * ROWS, stages, full, empty, ring);
     } else {
         take_registers<240>();
-        consume(p, stages, full, empty, turn, codes);
+        consume(p, stages, full, empty, turn, codes, spare);
     }
 }

@@ -31,12 +31,13 @@ __device__ __forceinline__ T over_block(T mine, T* scratch, Combine combine) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    screen_rows(const unsigned short* hidden, i64 stride, int B, int D, signed char* parts, i64 pitch, float4* scales) {
+    screen_rows(const unsigned short* hidden, i64 stride, int B, int D, signed char* parts, i64 pitch, float4* scales, u32* words, int num_words) {
     __shared__ double sums[WARPS];
     __shared__ float peaks[WARPS];
     const int row = blockIdx.x;
     const unsigned short* const state = hidden + row * stride;
     allow_dependents();
+    for (int i = row * THREADS + threadIdx.x; i < num_words; i += B * THREADS) words[i] = 0;  // what the next kernels tell each other
 
     float peak = 0.0f;
     for (int d = threadIdx.x; d < D; d += THREADS) peak = max_or_nan(peak, fabsf(operand_of(state[d])));
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     left = sqrt(over_block(left, sums, add));
     if (threadIdx.x == 0) {
         constexpr double UP = 1.0 + 0x1p-20;
-        const double rounding = 0x1p-20 + (D / 32.0 + 6.0) * 0x1p-24;
+        const double rounding = 0x1p-20 + (D / 32.0 + 16.0) * 0x1p-24;
         scales[row] = make_float4(first, second, static_cast<float>(length * UP), static_cast<float>((left + rounding * length) * UP));
     }
 }

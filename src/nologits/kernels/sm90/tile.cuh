@@ -64,14 +64,18 @@ __device__ __forceinline__ constexpr int register_at(int i, int half) { return 4
 
 __device__ __forceinline__ constexpr int offset_at(int i) { return 8 * (i >> 1) + (i & 1); }
 
-template <int type>  // 1: fp32, 2: bf16, 3: fp16
-__device__ __forceinline__ float load_float(const void* pointer, i64 index) {
-    if constexpr (type == 1) return static_cast<const float*>(pointer)[index];
-    const unsigned short bits = static_cast<const unsigned short*>(pointer)[index];
+template <int type>  // 2: bf16, 3: fp16
+__device__ __forceinline__ float float_of(unsigned short bits) {
     if constexpr (type == 2) return __uint_as_float(static_cast<u32>(bits) << 16);
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
     return y;
+}
+
+template <int type>  // and 1: fp32
+__device__ __forceinline__ float load_float(const void* pointer, i64 index) {
+    if constexpr (type == 1) return static_cast<const float*>(pointer)[index];
+    else return float_of<type>(static_cast<const unsigned short*>(pointer)[index]);
 }
 
 __device__ __forceinline__ float tanh_of(float x) {

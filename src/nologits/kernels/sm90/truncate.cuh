@@ -9,6 +9,7 @@
 // Blocks wait for the pilot while they already multiply their next tile, and not for ever: a threshold decides how much there is to
 // choose from, and whether it is enough is certified later. It never decides what is kept.
 #pragma once
+#include "patience.cuh"
 #include "pipeline.cuh"
 
 constexpr int PIECES = 2;              // of the pilot's tile
@@ -23,15 +24,6 @@ static_assert(32 * MOST_PILOT <= WARP_CODES, "the pilot fits where noise codes a
 
 // 0 says that nobody has told it yet.
 __device__ __forceinline__ void tell(u32* word, float logit) { store_relaxed(word, turned(score_order(logit))); }
-
-// Calls ask() until it says, in all lanes, that it knows enough, or for long enough.
-template <typename Ask>
-__device__ __forceinline__ void be_patient(u32 cycles, Ask ask) {
-    const u32 start = clock_cycles();
-    while (!__all_sync(ALL, ask())) {
-        if (__any_sync(ALL, clock_cycles() - start > cycles)) break;
-    }
-}
 
 // Tells the largest logits of a warp's rows.
 __device__ __forceinline__ void tell_pilot(const float (&x)[IDS], const Params& p, const Row (&rows)[2]) {
