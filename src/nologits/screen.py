@@ -103,10 +103,10 @@ def screen_rows(hidden: Tensor) -> ScreenedRows:
     """The 8-bit parts of ``hidden [B, D]``."""
     rows = hidden.float()
     scale = rows.abs().amax(1, keepdim=True) / 127
-    safe = scale.clamp(min=1e-38)
-    first = (rows / safe).round().clamp(-127, 127).nan_to_num(0.0)
+    inverse = 1 / scale.clamp(min=1e-38)
+    first = (rows * inverse).round().clamp(-127, 127).nan_to_num(0.0)
     rest = rows - scale * first
-    second = (rest / safe * 254).round().clamp(-127, 127).nan_to_num(0.0)
+    second = (rest * inverse * 254).round().clamp(-127, 127).nan_to_num(0.0)
     left = rows.double() - scale.double() * first - (scale / 254).double() * second
     of_error = torch.linalg.vector_norm(rows.double(), dim=1)
     rounding = 2.0**-20 + (rows.shape[1] / 32 + 16) * 2.0**-24

@@ -14,7 +14,7 @@ struct Arguments {
 
 // Says what went wrong, or nullptr.
 extern "C" __attribute__((visibility("default"))) const char* launch(const Arguments* with, unsigned long long seed, int poison) {
-    const emulated::Shape shape = {1, THREADS, (sizeof(double) + sizeof(float)) * WARPS, 0, false};
+    const emulated::Shape shape = {1, THREADS, (sizeof(Lengths) + sizeof(float)) * WARPS, 0, false};
     auto kernel = [](const void* given) {
         const Arguments& a = *static_cast<const Arguments*>(given);
         screen_rows(a.hidden, a.stride, a.B, a.D, a.parts, a.pitch, a.scales, a.words, a.num_words);

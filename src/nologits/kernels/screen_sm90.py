@@ -28,7 +28,7 @@ _MOST_PARTS, _RESCORE_BLOCKS = 8, 256
 
 SCREEN_CONFIG = HopperConfig(turns=True, rows=64, stages=6, pair=2, cluster=1)
 _TILE_BYTES = 128  # of a row of a piece of operands
-_THREADS, _RESCORE_THREADS, _ROW_THREADS = 384, 256, 256
+_THREADS, _RESCORE_THREADS, _ROW_THREADS = 384, 256, 512
 
 
 class Operands(ctypes.Structure):

@@ -21,10 +21,22 @@ __device__ __forceinline__ int tile_at(int q) {
     return NEIGHBOURS ? 2 * (blockIdx.y + (q >> 1) * gridDim.y) + (q & 1) : blockIdx.y + q * gridDim.y;
 }
 
+__device__ __forceinline__ u32 piece_bytes(int box_rows) { return WEIGHT_BYTES + PARTS_OF_ROW * box_rows * PITCH_BYTES; }
+
+#if SCREEN
+// Loads the first weights, before there are rows.
+__device__ __forceinline__ void produce_first(const TensorMap* weight, const Params& p, u32 stages, u32 full) {
+    for (int i = 0; i < STAGES && i * TILE_D < p.D && tile_at(0) < p.tiles; ++i) {
+        barrier_expect_bytes(full + 8 * i, piece_bytes(p.box_rows));
+        copy_box(stages + i * STAGE_BYTES, weight, full + 8 * i, i * TILE_D, tile_at(0) * TILE_V);
+    }
+}
+#endif
+
 // Loads the block's tiles of the vocabulary with the rows from `row0` on.
 __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap* hidden, const Params& p, int row0, u32 stages, u32 full,
                                         u32 empty, Ring& ring) {
-    const u32 bytes = WEIGHT_BYTES + PARTS_OF_ROW * p.box_rows * PITCH_BYTES;
+    const u32 bytes = piece_bytes(p.box_rows);
     for (int q = 0; tile_at(q) < p.tiles; ++q) {
         const int weight_row = tile_at(q) * TILE_V - (SHARD ? p.skip : 0);  // zeros come from before the first
 #pragma unroll 1  // few registers are left here
@@ -36,16 +48,22 @@ __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap
             for (int i = 0; i < PAIR && d + i * TILE_D < p.D; ++i, ring.advance()) {
                 const int column = d + i * TILE_D;
                 const u32 barrier = full + 8 * ring.stage, target = stages + ring.stage * STAGE_BYTES;
+#if SCREEN
+                if (q > 0 || column >= STAGES * TILE_D) {
+                    barrier_expect_bytes(barrier, bytes);
+                    copy_box(target, weight, barrier, column, weight_row);
+                }
+                copy_box(target + WEIGHT_BYTES + ROWS * PITCH_BYTES, hidden, barrier, column, p.B + row0);
+#elif CLUSTER == 1
                 barrier_expect_bytes(barrier, bytes);
-#if CLUSTER == 1
                 copy_box(target, weight, barrier, column, weight_row);
 #else
+                barrier_expect_bytes(barrier, bytes);
                 const u32 part = cluster_rank();
                 copy_box_multicast(target + part * (WEIGHT_BYTES / CLUSTER), weight, barrier, column,
                                    weight_row + part * (TILE_V / CLUSTER), (1 << CLUSTER) - 1);
 #endif
                 copy_box(target + WEIGHT_BYTES, hidden, barrier, column, row0);
-                if (SCREEN) copy_box(target + WEIGHT_BYTES + ROWS * PITCH_BYTES, hidden, barrier, column, p.B + row0);
             }
         }
     }

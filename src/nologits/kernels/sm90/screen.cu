@@ -126,6 +126,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         for (int i = 0; i < IDS; ++i) x[i] += 4e-6f * p.softcap;  // the approximation of tanh grows only up to so much
 #endif
         request_transform(x, p, rows, v0, (tile + 1) * TILE_V);
+        if (q == 1) ask_floors(floors, p, rows);  // the other warpgroup knows by now what the first tiles told
         learn_floors(rows, floors);
         if (q == 0) {
             draw(x, p, rows, codes, spare + warp * WARP_CODES, id0, false);
@@ -151,14 +152,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 128, 1)
         prefetch_map(&hidden);
         begin_pipeline(full, empty, turn);
     }
-    wait_for_primary();  // that made the rows' bytes
     __syncthreads();
     if (threadIdx.x >= CONSUMER_THREADS) {
         give_registers<24>();
+        if (threadIdx.x != CONSUMER_THREADS) return;
         Ring ring;
-        if (threadIdx.x == CONSUMER_THREADS) produce(&weight, &hidden, p, blockIdx.x * ROWS, stages, full, empty, ring);
+        produce_first(&weight, p, stages, full);
+        wait_for_primary();  // that makes the rows' bytes
+        produce(&weight, &hidden, p, blockIdx.x * ROWS, stages, full, empty, ring);
     } else {
         take_registers<240>();
+        wait_for_primary();
         consume(p, stages, full, empty, turn, codes, spare);
     }
 }
