@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import nologits as nl
-from nologits.kernels.config import HOPPER_TURNS_64
+from nologits.kernels.config import HOPPER_TURNS_64, PACKED_ROWS
 from nologits.params import make_rows
-from nologits.screen import make_screen, num_words, screen_rows
+from nologits.screen import make_screen, num_words, part_rows, screen_rows
 from nologits.sources import HiddenSource
 
 GXX = shutil.which("g++")
@@ -79,7 +79,7 @@ def draw(build, monkeypatch):
         how.spoil(screen, states)
         products = states.parts.double() @ screen.weight.double().T
         assert products.abs().max() < 2**31
-        first, second = products.int().contiguous().chunk(2)
+        first, second = (products[at].int() for at in part_rows(len(hidden), hidden.device))
         weight = head.spec.weight
         operands = screened.Operands(hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), weight.stride(0))
         how.state = (first, second, operands)
@@ -114,11 +114,12 @@ def operands(batch=9, kind="gauss", seed=0):
 
 @pytest.mark.parametrize("kind", ["gauss", "outliers", "norms", "twins"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
-def test_tokens_are_the_references(draw, kind, temperature):
-    weight, hidden = operands(kind=kind)
-    head, params = nl.LMHead(weight), nl.SamplingParams(temperature=temperature, seed=torch.arange(9))
+@pytest.mark.parametrize("batch", [9, 32, 45])
+def test_tokens_are_the_references(draw, kind, temperature, batch):
+    weight, hidden = operands(batch, kind)
+    head, params = nl.LMHead(weight), nl.SamplingParams(temperature=temperature, seed=torch.arange(batch))
     tokens, left = draw(head, hidden, params)
-    assert left.tolist() == [0] * 10
+    assert not left.any()
     assert torch.equal(tokens, head.sample(hidden, params, impl="reference").tokens)
 
 
@@ -217,28 +218,31 @@ def test_the_order_of_threads_changes_nothing(draw, order):
 class RowArguments(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("hidden", "parts", "scales", "words")]
     _fields_ += [(name, ctypes.c_int64) for name in ("stride", "pitch")]
-    _fields_ += [(name, ctypes.c_int) for name in ("B", "D", "num_words")]
+    _fields_ += [(name, ctypes.c_int) for name in ("B", "D", "num_words", "packed")]
 
 
+@pytest.mark.parametrize("batch", [6, 19, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_rows_bytes_are_the_specifications(build, dtype):
-    hidden = torch.randn(6, D, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_the_rows_bytes_are_the_specifications(build, dtype, batch):
+    hidden = torch.randn(batch, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     hidden[1] *= 1e-3
     hidden[2] = 0
     hidden[3, 7], hidden[4, 9] = float("inf"), float("nan")
-    parts, scales = torch.empty(12, D, dtype=torch.int8), torch.empty(6, 4)
+    want = screen_rows(hidden)
+    parts, scales = torch.zeros_like(want.parts), torch.empty(batch, 4)
     library = build((("OPERAND", '"bf16"' if dtype == torch.bfloat16 else '"f16"'),), "screen_rows")
     library.launch.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_int]
-    words = torch.full((num_words(6),), 7, dtype=torch.int32)
+    words = torch.full((num_words(batch),), 7, dtype=torch.int32)
     given = RowArguments(
-        hidden.data_ptr(), parts.data_ptr(), scales.data_ptr(), words.data_ptr(), hidden.stride(0), parts.stride(0), 6, D, len(words)
-    )
+        hidden.data_ptr(), parts.data_ptr(), scales.data_ptr(), words.data_ptr(), hidden.stride(0), parts.stride(0),
+        batch, D, len(words), batch <= PACKED_ROWS,
+    )  # fmt: skip
     failure = library.launch(ctypes.addressof(given), 0, 0xFF)
     assert not failure, failure.decode()
     assert not words.any()
-    want = screen_rows(hidden)
-    finite = torch.tensor([True, True, True, False, False, True])
-    assert torch.equal(parts[finite.repeat(2)], want.parts[finite.repeat(2)])
+    finite = hidden.isfinite().all(-1)
+    for at in part_rows(batch, hidden.device):
+        assert torch.equal(parts[at[finite]], want.parts[at[finite]])
     torch.testing.assert_close(scales[finite], want.scales[finite], rtol=3e-7, atol=0.0)
     assert not scales[~finite, 2].isfinite().any()
     assert not want.scales[~finite, 2].isfinite().any()

@@ -28,6 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .kernels.config import PACKED_ROWS
+
 PADDED = 256
 """Ids a tile may read beyond the last."""
 
@@ -55,7 +57,8 @@ class ScreenedRows(NamedTuple):
     """Hidden states of 8 bits.
 
     Attributes:
-        parts: ``q1`` of all rows, then ``q2``: int8 ``[2 B, D]``.
+        parts: ``q1`` of all rows, then ``q2``: int8 ``[2 B, D]``. Of at most 32 rows 8 of the first, then their 8 of the second, and
+            so on, ``[16 ceil(B / 8), D]``: :func:`part_rows`.
         scales: ``a``, ``a / 254``, ``A`` and ``R``: fp32 ``[B, 4]``.
         words: int32 ``[num_words(B)]``, 0: what the kernels of a draw tell each other.
     """
@@ -65,9 +68,15 @@ class ScreenedRows(NamedTuple):
     words: Tensor
 
 
+def part_rows(batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the first and the second parts of ``batch`` rows lie among :class:`ScreenedRows`'s."""
+    row = torch.arange(batch, device=device)
+    return (row + row // 8 * 8, row + row // 8 * 8 + 8) if batch <= PACKED_ROWS else (row, row + batch)
+
+
 def num_words(batch: int) -> int:
     """Words that the kernels of a draw of ``batch`` rows tell each other."""
-    return 6 * batch + 1 + -(-batch // 16)
+    return 6 * batch + 1 + -(-batch // 8)
 
 
 def make_screen(weight: Tensor) -> Screen:
@@ -113,7 +122,12 @@ def screen_rows(hidden: Tensor) -> ScreenedRows:
     of_length = torch.linalg.vector_norm(left, dim=1) + rounding * of_error
     scales = torch.stack((scale[:, 0], scale[:, 0] / 254, _rounded_up(of_error), _rounded_up(of_length)), 1)
     words = torch.zeros(num_words(len(hidden)), dtype=torch.int32, device=hidden.device)
-    return ScreenedRows(torch.cat((first, second)).to(torch.int8), scales.contiguous(), words)
+    batch = len(hidden)
+    places = 16 * -(-batch // 8) if batch <= PACKED_ROWS else 2 * batch
+    parts = torch.zeros(places, rows.shape[1], dtype=torch.int8, device=hidden.device)
+    for index, part in zip(part_rows(batch, hidden.device), (first, second), strict=True):
+        parts[index] = part.to(torch.int8)
+    return ScreenedRows(parts, scales.contiguous(), words)
 
 
 def _rounded_up(lengths: Tensor) -> Tensor:

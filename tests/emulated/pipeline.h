@@ -31,9 +31,10 @@ inline int multiply(Number (&x)[sets][IDS], int steps, u32, u32, u32, Ring&, Bet
     for (int set = 0; set < sets; ++set)
         for (int h = 0; h < 2; ++h)
             for (int i = 0; i < IDS / 2; ++i) {
-                const int row = row0 + (SCREEN ? 0 : 64 * set) + (lane >> 2) + 8 * h, id = v0 + offset_at(i);
+                const int part = PACKED ? h : set;
+                const int row = row0 + (SCREEN ? 0 : 64 * set) + (lane >> 2) + (PACKED ? 0 : 8 * h), id = v0 + offset_at(i);
                 const i64 at = static_cast<i64>(row) * vocab + id;
-                x[set][register_at(i, h)] = row >= emulated::rows || id >= vocab ? 0 : SCREEN ? emulated::products[set][at] : logits[at];
+                x[set][register_at(i, h)] = row >= emulated::rows || id >= vocab ? 0 : SCREEN ? emulated::products[part][at] : logits[at];
             }
     return 0;
 }

@@ -9,7 +9,7 @@ struct Arguments {
     float4* scales;
     u32* words;
     i64 stride, pitch;
-    int B, D, num_words;
+    int B, D, num_words, packed;
 };
 
 // Says what went wrong, or nullptr.
@@ -17,7 +17,7 @@ extern "C" __attribute__((visibility("default"))) const char* launch(const Argum
     const emulated::Shape shape = {1, THREADS, (sizeof(Lengths) + sizeof(float)) * WARPS, 0, false};
     auto kernel = [](const void* given) {
         const Arguments& a = *static_cast<const Arguments*>(given);
-        screen_rows(a.hidden, a.stride, a.B, a.D, a.parts, a.pitch, a.scales, a.words, a.num_words);
+        screen_rows(a.hidden, a.stride, a.B, a.D, a.parts, a.pitch, a.scales, a.words, a.num_words, a.packed);
     };
     for (int row = 0; row < with->B; ++row)
         if (const char* failure = emulated::run_cluster(kernel, with, shape, row, seed ? seed + row : 0, poison)) return failure;

@@ -110,6 +110,9 @@ HOPPER_SHARED_CLUSTERED = HopperConfig(turns=False, rows=128, stages=4, pair=1, 
 HOPPER_CONFIGS = (HOPPER_TURNS_64, HOPPER_TURNS_128, HOPPER_SHARED, HOPPER_SHARED_CLUSTERED)
 """What the Hopper kernel is compiled and tested for."""
 
+PACKED_ROWS = 32
+"""Rows of a screened draw up to which both parts of their bytes share an operand (``sm90/tile.cuh``)."""
+
 FILTERED_ROWS = 512
 """Rows of one filtered draw from hidden states. Beyond, the matmul's time is its arithmetic, and more rows at once would only
 leave fewer blocks a row to tell where its largest logits begin."""

@@ -17,7 +17,7 @@ from ..sources import HiddenSource
 from ..types import Samples
 from .arguments import on_device
 from .categorical_sm90 import CAPACITY, DrawLaunch, empty_samples, head_features, merge_kernel, whole
-from .config import HopperConfig
+from .config import PACKED_ROWS, HopperConfig
 from .nvrtc import Kernel, load, tensor_map
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _MOST_PARTS, _RESCORE_BLOCKS = 8, 256
 """Blocks that share a row's candidates, and of all rows: about two a multiprocessor."""
 
-SCREEN_CONFIG = HopperConfig(turns=True, rows=64, stages=6, pair=2, cluster=1)
+_CONFIG = HopperConfig(turns=True, rows=64, stages=6, pair=2, cluster=1)
+_PACKED_CONFIG = HopperConfig(turns=True, rows=64, stages=8, pair=2, cluster=1)
 _TILE_BYTES = 128  # of a row of a piece of operands
 _THREADS, _RESCORE_THREADS, _ROW_THREADS = 384, 256, 512
 
@@ -39,9 +40,14 @@ class Operands(ctypes.Structure):
     )  # fmt: skip
 
 
+def config_for(batch: int) -> HopperConfig:
+    """The screen's configuration for ``batch`` rows."""
+    return _PACKED_CONFIG if batch <= PACKED_ROWS else _CONFIG
+
+
 def shared_bytes(config: HopperConfig) -> int:
     """Dynamic shared memory of one block: stages with both parts of the rows, noise codes, room beside them, barriers."""
-    stage = (config.tile + 2 * config.rows) * _TILE_BYTES
+    stage = (config.tile + (1 if config is _PACKED_CONFIG else 2) * config.rows) * _TILE_BYTES
     codes = 2 * config.tile * config.rows
     return config.stages * (stage + 16) + codes + codes // 2 + 16
 
@@ -56,8 +62,9 @@ def launch_screened(
     """
     device, batch = source.device, source.batch
     out = empty_samples(batch, False, False, 0, device)
-    launch = DrawLaunch(source, rows, out, whole(source.vocab), SCREEN_CONFIG, False)
-    sizes = [2 * batch, batch, batch, batch, -(-batch // 16), batch + 1]
+    screen_config = config_for(batch)
+    launch = DrawLaunch(source, rows, out, whole(source.vocab), screen_config, False)
+    sizes = [2 * batch, batch, batch, batch, -(-batch // 8), batch + 1]
     names = ("exact_winners", "gathered", "floors", "rescored", "told", "left")
     words = dict(zip(names, states.words.split(sizes), strict=True))
     tensors = {
@@ -67,7 +74,8 @@ def launch_screened(
     params, left = launch.params, words["left"]
     for name, tensor in tensors.items():
         setattr(params, name, tensor.data_ptr())
-    tile, weight, hidden = SCREEN_CONFIG.tile, source.head.weight, source.hidden
+    tile, weight, hidden = screen_config.tile, source.head.weight, source.hidden
+    params.box_rows = _box_rows(batch)
     parts = max(1, min(_MOST_PARTS, _RESCORE_BLOCKS // batch))
     with on_device(device):
         maps = [tensor_map(screen.weight, tile, _TILE_BYTES), tensor_map(states.parts, params.box_rows, _TILE_BYTES)]
@@ -81,11 +89,17 @@ def launch_screened(
     return out, left
 
 
+def _box_rows(batch: int) -> int:
+    """Rows of bytes that are loaded together."""
+    return -(-batch // 8) * (16 if batch <= PACKED_ROWS else 8)
+
+
 def launch_rows(hidden: Tensor) -> ScreenedRows:
     """The 8-bit parts of ``hidden [B, D]``, whose rows are dense, as :func:`nologits.screen.screen_rows` makes them."""
     batch, depth, device = *hidden.shape, hidden.device
     pitch = -(-depth // 16) * 16  # that the copy engine can address
-    parts = torch.empty(2 * batch, pitch, dtype=torch.int8, device=device)[:, :depth]
+    packed = batch <= PACKED_ROWS
+    parts = torch.empty(_box_rows(batch) if packed else 2 * batch, pitch, dtype=torch.int8, device=device)[:, :depth]
     scales = torch.empty(batch, 4, device=device)
     words = torch.empty(num_words(batch), dtype=torch.int32, device=device)
     operand = (("OPERAND", '"bf16"' if hidden.dtype == torch.bfloat16 else '"f16"'),)
@@ -96,7 +110,7 @@ def launch_rows(hidden: Tensor) -> ScreenedRows:
             [
                 ctypes.c_void_p(hidden.data_ptr()), ctypes.c_int64(hidden.stride(0)), ctypes.c_int32(batch),
                 ctypes.c_int32(depth), ctypes.c_void_p(parts.data_ptr()), ctypes.c_int64(pitch),
-                ctypes.c_void_p(scales.data_ptr()), ctypes.c_void_p(words.data_ptr()), ctypes.c_int32(words.numel()),
+                ctypes.c_void_p(scales.data_ptr()), ctypes.c_void_p(words.data_ptr()), ctypes.c_int32(words.numel()), ctypes.c_bool(packed),
             ],
             device,
         )  # fmt: skip
@@ -105,10 +119,11 @@ def launch_rows(hidden: Tensor) -> ScreenedRows:
 
 def screen_kernel(source: HiddenSource, rows: RowParams) -> Kernel:
     """The screen for these features, compiled on first use."""
-    config = SCREEN_CONFIG
+    config = config_for(source.batch)
     defines = (
         ("TURNS", 1), ("ROWS", config.rows), ("STAGES", config.stages), ("PAIR", config.pair), ("CLUSTER", 1),
         ("GREEDY", int(rows.greedy)), ("FILTER", 0), ("REST", 0), ("SHARD", 0), ("SCREEN", 1),
+        ("PACKED", int(config is _PACKED_CONFIG)),
         *head_features(source, rows, False, False),
     )  # fmt: skip
     return load("screen", "screen_tiles", _THREADS, shared_bytes(config), defines, _index(source.device))
@@ -116,7 +131,7 @@ def screen_kernel(source: HiddenSource, rows: RowParams) -> Kernel:
 
 def rescore_kernel(source: HiddenSource, rows: RowParams) -> Kernel:
     """The last step for these features, compiled on first use."""
-    config = SCREEN_CONFIG
+    config = _CONFIG
     defines = (
         ("ROWS", config.rows), ("STAGES", config.stages), ("PAIR", config.pair), ("CLUSTER", 1), ("GREEDY", int(rows.greedy)),
         ("FILTER", 0), ("REST", 0), ("SHARD", 0), *head_features(source, rows, False, False),

@@ -18,6 +18,7 @@ __device__ __forceinline__ void group_bounds(float (&bounds)[SLOTS], const float
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
         const int g = slot >> 1, h = slot & 1;
+        if (h >= HALVES) continue;
         float bound[4];
 #if !GREEDY
         const u32 code = codes[slot * 32 + (threadIdx.x & 31)];
@@ -109,7 +110,7 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], const Params& p, Row
     float target[2];
     bool hopeful = false;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < HALVES; ++h) {
         float top = bounds[h];
 #pragma unroll
         for (int slot = 2 + h; slot < SLOTS; slot += 2) top = max_or_nan(top, bounds[slot]);
@@ -126,7 +127,7 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], const Params& p, Row
         u32 reached = 0;
 #pragma unroll
         for (int slot = 0; slot < SLOTS; ++slot)
-            if (!(bounds[slot] < target[slot & 1])) reached |= 1u << slot;
+            if ((slot & 1) < HALVES && !(bounds[slot] < target[slot & 1])) reached |= 1u << slot;
         reached &= open;
 
         // Registers cannot be indexed by a number known at run time: the logits go through shared memory.
@@ -138,7 +139,7 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], const Params& p, Row
             if (!(wanted >> chunk & 15)) continue;  // the same in all lanes
 #pragma unroll
             for (int slot = chunk; slot < chunk + 4; ++slot) {
-                if ((reached >> slot & 1) && count < STAGED) {
+                if ((slot & 1) < HALVES && (reached >> slot & 1) && count < STAGED) {
                     const int g = slot >> 1, h = slot & 1;
                     staged[count++ * 32] = make_float4(x[register_of(g, 0, h)], x[register_of(g, 1, h)], x[register_of(g, 2, h)],
                                                        x[register_of(g, 3, h)]);
@@ -151,7 +152,7 @@ __device__ __forceinline__ void draw(const float (&x)[IDS], const Params& p, Row
         for (int i = 0; taken; ++i, taken &= taken - 1) consider(p, rows, staged[i * 32], __ffs(taken) - 1, id0, gathers);
         __syncwarp();
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < HALVES; ++h) {
             const int order = over_row(rows[h].best.order, [](int a, int b) { return max(a, b); });
             rows[h].floor = floor_of(order, rows[h].spread);
             unsettled |= rows[h].drawn && rows[h].floor < target[h];

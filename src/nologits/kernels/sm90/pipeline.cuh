@@ -53,7 +53,7 @@ __device__ __forceinline__ void produce(const TensorMap* weight, const TensorMap
                     barrier_expect_bytes(barrier, bytes);
                     copy_box(target, weight, barrier, column, weight_row);
                 }
-                copy_box(target + WEIGHT_BYTES + ROWS * PITCH_BYTES, hidden, barrier, column, p.B + row0);
+                if (!PACKED) copy_box(target + WEIGHT_BYTES + ROWS * PITCH_BYTES, hidden, barrier, column, p.B + row0);
 #elif CLUSTER == 1
                 barrier_expect_bytes(barrier, bytes);
                 copy_box(target, weight, barrier, column, weight_row);

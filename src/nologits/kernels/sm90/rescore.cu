@@ -45,7 +45,7 @@ __device__ __forceinline__ float add_products(float sum, u32 a, u32 b) {
 __device__ __forceinline__ float dot(const void* hidden, const void* weight, int D) {
     const uint4 *const h = static_cast<const uint4*>(hidden), *const w = static_cast<const uint4*>(weight);
     float sum = 0.0f;
-#pragma unroll 8
+#pragma unroll 16
     for (int i = threadIdx.x & 31; i < D / 8; i += 32) {
         const uint4 a = h[i], b = w[i];
         sum = add_products(sum, a.x, b.x);
@@ -99,48 +99,66 @@ extern "C" __global__ void __launch_bounds__(THREADS) rescore_tokens(const __gri
     __shared__ Scratch scratch;
     const int row = blockIdx.x, part = blockIdx.y, parts = gridDim.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     allow_dependents();
-    wait_for_primary();
-    const int count = static_cast<int>(min(p.gathered[row], CAPACITY + 1u));
     const float temperature = row_temperature(p, row);
-    if (count > CAPACITY || !(fabsf(p.row_scales[row].z) < infinity())) {
-        if (threadIdx.x == 0 && part == 0) p.left[1 + row] = 1, atomicAdd(&p.left[0], 1u);
-        return;
-    }
-    const int floor = turned_back(p.floors[row]);
     const Stream stream = row_stream(p, row);
     const float spread = row_spread(temperature);
     const Entry* const entries = p.entries + static_cast<i64>(row) * CAPACITY;
     const char* const state = operands.hidden + row * operands.stride_hidden * 2;
-    Candidate best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
-    auto rescore = [&](Entry entry) {
-        const int id = id_of_entry(entry), at = id - first_id(p);
-        const float product = dot(state, operands.weight + (at - (SHARD ? p.skip : 0)) * operands.stride_weight * 2, p.D);
-        keep_better(best, winner_of(make_float2(transformed(p, product, row, at), __int_as_float(id)), stream, spread));
-    };
+    Candidate best;
 
-    // The largest of each warp's
-    Entry first = 0;
-    for (int i = threadIdx.x; i < count; i += THREADS) first = max(first, __ldcg(&entries[i]));
+    // Twice, first without candidates but some token: so there is code in the caches when they come.
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+        int count = 0, reached = NOTHING_ORDER;
+        Entry mine = make_entry(0, first_id(p) + (SHARD ? p.skip : 0));
+        best = {NOTHING_ORDER, NO_TOKEN, 0.0f};
+        if (pass == 1) {
+            wait_for_primary();
+            const u32 gathered = p.gathered[row];
+            if (gathered > CAPACITY || !(fabsf(p.row_scales[row].z) < infinity())) {
+                if (threadIdx.x == 0 && part == 0) p.left[1 + row] = 1, atomicAdd(&p.left[0], 1u);
+                return;
+            }
+            count = gathered, reached = turned_back(p.floors[row]), mine = 0;
+        }
+
+        // The largest of each warp's
+        for (int i = threadIdx.x; i < count; i += THREADS) mine = max(mine, __ldcg(&entries[i]));
 #pragma unroll
-    for (int lanes = 16; lanes; lanes >>= 1) first = max(first, __shfl_xor_sync(ALL, first, lanes));
-    if (first && key_of_entry(first) >= floor) rescore(first);
-    if (lane == 0) scratch.first[warp] = first, scratch.best[warp] = best;
-    if (threadIdx.x == 0) scratch.listed = 0;
-    __syncthreads();
+        for (int lanes = 16; lanes; lanes >>= 1) mine = max(mine, __shfl_xor_sync(ALL, mine, lanes));
+        const Entry first = mine;
+        if (mine && key_of_entry(mine) < reached) mine = 0;
 
-    // All others that reach the best of these
-    int reached = floor;
-    for (int w = 0; w < WARPS; ++w) reached = max(reached, scratch.best[w].order);
-    for (int i = part + parts * static_cast<int>(threadIdx.x); i < count; i += parts * THREADS) {
-        const Entry entry = __ldcg(&entries[i]);
-        bool open = key_of_entry(entry) >= reached;
-        for (int w = 0; w < WARPS; ++w) open &= entry != scratch.first[w];
-        if (open) scratch.list[atomicAdd(&scratch.listed, 1u)] = static_cast<unsigned short>(i);
+        u32 next = warp;
+        for (bool listed = false; true;) {
+            if (mine) {
+                const int id = id_of_entry(mine), at = id - first_id(p);
+                const float product = dot(state, operands.weight + (at - (SHARD ? p.skip : 0)) * operands.stride_weight * 2, p.D);
+                keep_better(best, winner_of(make_float2(transformed(p, product, row, at), __int_as_float(id)), stream, spread));
+            }
+            if (listed) {
+                next += WARPS;
+            } else {  // all others that reach the best of these
+                if (lane == 0) scratch.first[warp] = first, scratch.best[warp] = best;
+                if (threadIdx.x == 0) scratch.listed = 0;
+                __syncthreads();
+                for (int w = 0; w < WARPS; ++w) reached = max(reached, scratch.best[w].order);
+                for (int i = part + parts * static_cast<int>(threadIdx.x); i < count; i += parts * THREADS) {
+                    const Entry entry = __ldcg(&entries[i]);
+                    bool open = key_of_entry(entry) >= reached;
+                    for (int w = 0; w < WARPS; ++w) open &= entry != scratch.first[w];
+                    if (open) scratch.list[atomicAdd(&scratch.listed, 1u)] = static_cast<unsigned short>(i);
+                }
+                __syncthreads();
+                listed = true;
+            }
+            if (next >= scratch.listed) break;
+            mine = __ldcg(&entries[scratch.list[next]]);
+        }
+        __syncthreads();
+        if (lane == 0) scratch.best[warp] = best;
+        __syncthreads();
     }
-    __syncthreads();
-    for (u32 i = warp; i < scratch.listed; i += WARPS) rescore(__ldcg(&entries[scratch.list[i]]));
-    if (lane == 0) scratch.best[warp] = best;
-    __syncthreads();
     if (threadIdx.x != 0) return;
     for (int w = 0; w < WARPS; ++w) keep_better(best, scratch.best[w]);
 

@@ -23,22 +23,24 @@
 
 static_assert(TURNS && SETS == 1 && CLUSTER == 1, "a set for each part of the rows' bytes");
 
-constexpr u32 PATIENCE = 1 << 15;              // cycles
+constexpr int WARP_ROWS = 8 * HALVES;
+constexpr u32 PATIENCE = 1 << 13;                // cycles
 constexpr int SPARE_BYTES = 4 * WARP_CODES * 4;  // for the warps of one warpgroup, beside their codes
 
 // Upper bounds of the head's products, from those of bytes.
-__device__ __forceinline__ void make_uppers(float (&x)[IDS], const int (&products)[2][IDS], const Params& p, const Row (&rows)[2], int v0) {
+__device__ __forceinline__ void make_uppers(float (&x)[IDS], const int (&products)[PARTS_OF_ROW][IDS], const Params& p, const Row (&rows)[2], int v0) {
 #pragma unroll
     for (int i = 0; i < IDS / 2; i += 2) {
-        const int id = v0 + offset_at(i);
+        const int id = v0 + offset_at(i);  // with its neighbour
         const float2 scale = *reinterpret_cast<const float2*>(p.id_scales + id), error = *reinterpret_cast<const float2*>(p.id_errors + id),
                      length = *reinterpret_cast<const float2*>(p.id_lengths + id);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < HALVES; ++h) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int at = register_at(i + j, h);
-                const float middle = (j ? scale.y : scale.x) * fmaf(rows[h].first, __int2float_rn(products[0][at]), rows[h].second * __int2float_rn(products[1][at]));
+                const int first = products[0][at], second = PACKED ? products[0][register_at(i + j, 1)] : products[PARTS_OF_ROW - 1][at];
+                const float middle = (j ? scale.y : scale.x) * fmaf(rows[h].first, __int2float_rn(first), rows[h].second * __int2float_rn(second));
                 x[at] = middle + fmaf(rows[h].of_error, j ? error.y : error.x, rows[h].of_length * (j ? length.y : length.x));
             }
         }
@@ -48,7 +50,7 @@ __device__ __forceinline__ void make_uppers(float (&x)[IDS], const int (&product
 __device__ __forceinline__ void make_all_bounds(const Row (&rows)[2], u32* codes, int id0) {
 #if !GREEDY
 #pragma unroll
-    for (int part = 0; part < SLOTS / 2; ++part) make_bounds(rows, codes, id0, part);
+    for (int part = 0; part < SLOTS / 2; part += 3 - HALVES) make_bounds(rows, codes, id0, part);  // an odd part is a second row's
 #endif
 }
 
@@ -56,12 +58,12 @@ __device__ __forceinline__ void make_all_bounds(const Row (&rows)[2], u32* codes
 
 __device__ __forceinline__ void ask_floors(u32 (&floors)[2], const Params& p, const Row (&rows)[2]) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) floors[h] = rows[h].valid ? load_relaxed(&p.floors[rows[h].row]) : 0;
+    for (int h = 0; h < HALVES; ++h) floors[h] = rows[h].valid ? load_relaxed(&p.floors[rows[h].row]) : 0;
 }
 
 __device__ __forceinline__ void learn_floors(Row (&rows)[2], const u32 (&floors)[2]) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < HALVES; ++h) {
         rows[h].best.order = max(rows[h].best.order, turned_back(floors[h]));
         rows[h].floor = fmaxf(rows[h].floor, floor_of(turned_back(floors[h]), rows[h].spread));
     }
@@ -69,32 +71,34 @@ __device__ __forceinline__ void learn_floors(Row (&rows)[2], const u32 (&floors)
 
 __device__ __forceinline__ void tell_floors(const Params& p, const Row (&rows)[2], const u32 (&known)[2]) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < HALVES; ++h) {
         const u32 best = turned(over_row(rows[h].best.order, [](int a, int b) { return max(a, b); }));
         if ((threadIdx.x & 3) == 0 && rows[h].valid && best > known[h]) atomicMax(&p.floors[rows[h].row], best);
     }
 }
 
-// The floors of all blocks' first tiles.
+// The floors of half of all blocks' first tiles: the others' would add little, and to wait for the last of them would hold up the
+// matmul.
 __device__ __forceinline__ void share_floors(u32 (&floors)[2], const Params& p, Row (&rows)[2], int warp_row) {
     tell_floors(p, rows, floors);
-    u32* const told = &p.told[warp_row >> 4];
+    u32* const told = &p.told[warp_row / WARP_ROWS];
     __syncwarp();
     if ((threadIdx.x & 31) == 0) atomicAdd(told, 1u);
-    be_patient(PATIENCE, [&] { return load_relaxed(told) >= gridDim.y; });
+    be_patient(PATIENCE, [&] { return 2 * load_relaxed(told) >= gridDim.y; });
     ask_floors(floors, p, rows);
     learn_floors(rows, floors);
 }
 
 __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u32 empty, u32 turn, u32* all_codes, u32* spare) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warpgroup = warp >> 2, warp_row = blockIdx.x * ROWS + 16 * (warp & 3);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warpgroup = warp >> 2, warp_row = blockIdx.x * ROWS + WARP_ROWS * (warp & 3);
     const int steps = (p.D + TILE_D - 1) / TILE_D;
     u32* const codes = all_codes + warp * WARP_CODES;
     Row rows[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) rows[h] = make_row(p, warp_row, (lane >> 2) + 8 * h);
+    if (PACKED) rows[1].valid = rows[1].drawn = false;
 
-    int products[2][IDS];
+    int products[PARTS_OF_ROW][IDS];
     float x[IDS];
     Ring ring;
     u32 turn_parity = 0;
@@ -123,7 +127,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 stages, u32 full, u
         head_transform(x, p, v0, (tile + 1) * TILE_V);
 #if SOFTCAP
 #pragma unroll
-        for (int i = 0; i < IDS; ++i) x[i] += 4e-6f * p.softcap;  // the approximation of tanh grows only up to so much
+        for (int i = 0; i < IDS / 2 * HALVES; ++i) x[register_at(i / HALVES, i % HALVES)] += 4e-6f * p.softcap;  // the approximation of tanh grows only up to so much
 #endif
         request_transform(x, p, rows, v0, (tile + 1) * TILE_V);
         if (q == 1) ask_floors(floors, p, rows);  // the other warpgroup knows by now what the first tiles told

@@ -1,5 +1,7 @@
 // Hidden states of 8 bits, in two parts, and what they count for in the screen's bound (screen.py is the specification).
 //
+// Rows of bytes are those of all first parts, then of all second ones; or, packed, 8 of the first, 8 of the second, and so on.
+//
 // Grid: rows.
 #include "contract.cuh"
 
@@ -53,11 +55,13 @@ struct Lengths {
 __device__ __forceinline__ Lengths add(Lengths a, double whole, double left) { return {a.whole + whole, a.left + left}; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    screen_rows(const Operand* hidden, i64 stride, int B, int D, signed char* parts, i64 pitch, float4* scales, u32* words, int num_words) {
+    screen_rows(const Operand* hidden, i64 stride, int B, int D, signed char* parts, i64 pitch, float4* scales, u32* words, int num_words, bool packed) {
     __shared__ Lengths lengths[WARPS];
     __shared__ float peaks[WARPS];
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Operand* const state = hidden + row * stride;
+    signed char* const part1 = parts + pitch * (packed ? 16 * (row / 8) + row % 8 : row);
+    signed char* const part2 = part1 + pitch * (packed ? 8 : B);
     allow_dependents();
     for (int i = row * THREADS + threadIdx.x; i < num_words; i += B * THREADS) words[i] = 0;  // what the next kernels tell each other
 
@@ -89,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const double gone = static_cast<double>(x) - static_cast<double>(first) * q1[i] - static_cast<double>(second) * q2[i];
             sum = add(sum, static_cast<double>(x) * x, gone * gone);
         }
-        store_eight(parts + row * pitch, d, q1);
-        store_eight(parts + (static_cast<i64>(B) + row) * pitch, d, q2);
+        store_eight(part1, d, q1);
+        store_eight(part2, d, q2);
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) sum = add(sum, __shfl_xor_sync(ALL, sum.whole, lanes), __shfl_xor_sync(ALL, sum.left, lanes));

@@ -26,13 +26,17 @@
 #ifndef SCREEN
 #define SCREEN 0       // the head and the hidden states are 8-bit: logits are intervals (screen.cu)
 #endif
+#ifndef PACKED
+#define PACKED 0       // and up to 32 rows with both their parts take the place of 64: 8 of one part, then their 8 of the other
+#endif
 
 constexpr int TILE_V = TURNS ? 128 : 256;
 constexpr int PITCH_BYTES = 128;             // of a row of a piece of operands: the width of the swizzle
 constexpr int TILE_D = PITCH_BYTES / (SCREEN ? 1 : 2);
 constexpr int SETS = TURNS ? ROWS / 64 : 1;  // of 64 rows, that a warpgroup has in each tile
 constexpr int CONSUMER_THREADS = 256;
-constexpr int PARTS_OF_ROW = SCREEN ? 2 : 1;  // hidden states of 8 bits come in two, each an operand of its own
+constexpr int PARTS_OF_ROW = SCREEN && !PACKED ? 2 : 1;  // hidden states of 8 bits come in two, each an operand of its own
+constexpr int HALVES = PACKED ? 1 : 2;  // rows of a thread; packed, its second is the first's other part
 constexpr int WEIGHT_BYTES = TILE_V * PITCH_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + PARTS_OF_ROW * ROWS * PITCH_BYTES;
 constexpr int IDS = TILE_V / 2;     // logits of a thread in a set
@@ -180,7 +184,7 @@ __device__ __forceinline__ void head_transform(float (&x)[IDS], const Params& p,
             const float bias = has_id(p, id) ? load_float<BIAS>(p.bias, id) : 0.0f;
 #endif
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
+            for (int h = 0; h < HALVES; ++h) {
                 float& logit = x[register_at(i, h)];
 #if BIAS
                 logit += bias;
@@ -202,7 +206,7 @@ __device__ __forceinline__ void head_transform(float (&x)[IDS], const Params& p,
 __device__ __forceinline__ void request_transform(float (&x)[IDS], const Params& p, const Row (&rows)[2], int v0, int end) {
 #if LOGIT_BIAS
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < HALVES; ++h) {
         const i64 base = (rows[h].valid ? rows[h].row : 0) * p.stride_logit_bias + v0;
 #pragma unroll
         for (int piece = 0; piece < IDS / 2; piece += PIECE) {
@@ -219,7 +223,7 @@ __device__ __forceinline__ void request_transform(float (&x)[IDS], const Params&
     }
 #endif
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < HALVES; ++h) {
         if (!rows[h].valid) continue;
         [[maybe_unused]] const i64 row = rows[h].row;
 #if SPARSE_BIAS
