@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MOST_PARTS, _RESCORE_BLOCKS = 8, 256
 """Blocks that share a row's candidates, and of all rows: about two a multiprocessor."""
 
-_CONFIG = HopperConfig(turns=True, rows=64, stages=6, pair=2, cluster=1)
+_CONFIG = HopperConfig(turns=True, rows=64, stages=5, pair=1, cluster=1)
 _PACKED_CONFIG = HopperConfig(turns=True, rows=64, stages=8, pair=2, cluster=1)
 _TILE_BYTES = 128  # of a row of a piece of operands
 _THREADS, _RESCORE_THREADS, _ROW_THREADS = 384, 256, 512
