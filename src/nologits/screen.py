@@ -22,44 +22,16 @@ real weights. What is not finite in ``h`` or ``w`` has infinite lengths.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+
+from .types import Screen, ScreenedRows
 
 PADDED = 256
 """Ids a tile may read beyond the last."""
 
 _UP = 1.0 + 2.0**-20
 _CHUNK_BYTES = 256 << 20
-
-
-class Screen(NamedTuple):
-    """The 8-bit copy of a head.
-
-    Attributes:
-        weight: int8 ``[V, D]``; the pitch is a multiple of 16 bytes.
-        scales: ``s``, fp32 ``[V + PADDED]``; beyond V all are 0.
-        errors: ``E``, likewise.
-        lengths: ``N``, likewise.
-    """
-
-    weight: Tensor
-    scales: Tensor
-    errors: Tensor
-    lengths: Tensor
-
-
-class ScreenedRows(NamedTuple):
-    """Hidden states of 8 bits.
-
-    Attributes:
-        parts: ``q1`` of all rows, then ``q2``: int8 ``[2 B, D]``.
-        scales: ``a``, ``a / 254``, ``A`` and ``R``: fp32 ``[B, 4]``.
-    """
-
-    parts: Tensor
-    scales: Tensor
 
 
 def make_screen(weight: Tensor) -> Screen:

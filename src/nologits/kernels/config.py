@@ -115,6 +115,10 @@ FILTERED_ROWS = 512
 leave fewer blocks a row to tell where its largest logits begin."""
 
 
+SCREENED_ROWS = 64
+"""Rows of a screened draw. Both parts of that many hidden states make one tile; beyond, the matmul's own time grows."""
+
+
 def interpreting() -> bool:
     """Triton runs its kernels in Python, on the CPU (``TRITON_INTERPRET=1`` when the kernels were decorated)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

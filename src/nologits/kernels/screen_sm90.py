@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from ..params import RowParams
-from ..screen import ScreenedRows
 from ..sources import HiddenSource
-from ..types import Samples
+from ..types import Samples, ScreenedRows
 from .arguments import on_device
 from .categorical_sm90 import CAPACITY, DrawLaunch, empty_samples, head_features, merge_kernel, whole
 from .config import HopperConfig
 from .nvrtc import Kernel, load, tensor_map
 
 if TYPE_CHECKING:
-    from ..screen import Screen
+    from ..types import Screen
 
 SCREEN_CONFIG = HopperConfig(turns=True, rows=64, stages=6, pair=2, cluster=1)
 _TILE_BYTES = 128  # of a row of a piece of operands
