@@ -6,17 +6,21 @@ tokens, ``tests/test_screen_hopper.py`` those of a GPU).
 
 import copy
 import gc
+import importlib
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
 
 import nologits as nl
-from nologits import live_screen, screened
+from nologits import live_screen, reference, screened
+from nologits.kernels.config import SCREENED_ROWS
 from nologits.params import make_rows
-from nologits.screen import make_screen
+from nologits.screen import make_screen, screen_rows
 from nologits.sources import HiddenSource
+from nologits.testing import screened_draw
 from nologits.types import Samples
 
 V, D = 300, 32
@@ -260,3 +264,106 @@ def test_screened_draws_pass_opcheck():
     rows = make_rows(nl.SamplingParams(seed=1), 5, V, hidden.device)
     flat = (*nl.ops._flatten_head(head.spec), *nl.ops._flatten(rows), 1, False, False, "torch")
     torch.library.opcheck(torch.ops.nologits.sample_screened.default, (head.spec.screen.key, hidden, *flat))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Draws under ``hopper`` on the CPU: its kernels are stood in for by the specifications. Says which path each draw took."""
+    pytest.importorskip("triton")
+    importlib.import_module("nologits.fused")  # loaded before, and stays
+    how = types.SimpleNamespace(paths=[])
+
+    def launch_screened(source, screen, states, rows, config):
+        how.paths.append("screened")
+        temperature = rows.temperature
+        drawn = screened_draw(source.hidden, source.head, nl.SamplingParams(temperature, seed=rows.seed), screen, states)
+        return Samples(drawn.tokens[:, None]), torch.zeros(1 + source.batch, dtype=torch.int32)
+
+    def launch_draw(source, rows, processed, raw, config, num_top=0):
+        how.paths.append("full")
+        return reference.sample(source, rows, 1, processed, raw)
+
+    stubs = {f"nologits.kernels.{name}": mock.MagicMock() for name in ("categorical_sm90", "filters_sm90", "screen_sm90")}
+    stubs["nologits.kernels.screen_sm90"].launch_rows = screen_rows
+    stubs["nologits.kernels.screen_sm90"].launch_screened = launch_screened
+    stubs["nologits.kernels.categorical_sm90"].launch_draw = launch_draw
+    monkeypatch.setattr(nl, "hopper", None, raising=False)
+    with mock.patch.dict(sys.modules, stubs):
+        sys.modules.pop("nologits.hopper", None)
+        importlib.import_module("nologits.hopper")
+        monkeypatch.setattr(nl.api, "resolve", lambda impl, device: "hopper" if impl in ("auto", "hopper") else impl)
+        yield how
+
+
+REQUESTS = {
+    "plain": ({}, {}, "screened"),
+    "greedy": ({"temperature": 0.0, "top_p": 0.5}, {}, "screened"),
+    "filters": ({"top_k": 9}, {}, "full"),
+    "log-probabilities": ({}, {"logprobs": True}, "full"),
+    "a list": ({}, {"logprobs": "processed", "top_logprobs": 3}, "full"),
+}
+
+
+@pytest.mark.parametrize("impl", ["auto", "hopper"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_draws_take_the_screen_where_it_serves(hopper, name, impl):
+    params, asked, path = REQUESTS[name]
+    hidden, weight = operands()
+    head = nl.LMHead(weight, screen="int8")
+    params = nl.SamplingParams(seed=torch.arange(5), **params)
+    got = head.sample(hidden, params, impl=impl, **asked)
+    assert hopper.paths == [path]
+    assert torch.equal(got.tokens, head.sample(hidden, params, impl="reference").tokens)
+    assert nl.LMHead(weight).sample(hidden, params, impl=impl, **asked).tokens.equal(got.tokens)
+    assert hopper.paths == [path, "full"]
+    assert head.spec.screen.stale == (path == "full")
+
+
+def test_more_rows_take_the_full_path(hopper):
+    hidden, weight = operands(SCREENED_ROWS + 1)
+    head = nl.LMHead(weight, screen="int8")
+    params = nl.SamplingParams(seed=1)
+    for rows in (hidden[:-1], hidden):
+        assert torch.equal(head.sample(rows, params).tokens, nl.LMHead(weight).sample(rows, params, impl="reference").tokens)
+    assert hopper.paths == ["screened", "full"]
+
+
+def test_an_update_takes_effect_at_the_next_draw(hopper, monkeypatch):
+    hidden, weight = operands()
+    head = nl.LMHead(weight, screen="int8")
+    params = nl.SamplingParams(temperature=0.0)
+
+    def draws_right():
+        return torch.equal(head.sample(hidden, params).tokens, head.sample(hidden, params, impl="reference").tokens)
+
+    assert draws_right()
+    weight.copy_(weight.roll(100, 0))
+    assert draws_right()
+    weight.data.copy_(weight.roll(100, 0))
+    assert not draws_right()  # the control: nobody noticed
+    head.refresh()
+    assert draws_right()
+    monkeypatch.setattr(live_screen, "_capturing", lambda device: True)
+    assert draws_right()
+    weight.copy_(weight.roll(100, 0))
+    assert draws_right()
+    assert hopper.paths == ["screened"] * 5 + ["full"]
+
+
+def test_impossible_parameters_spoil_their_row(hopper):
+    hidden, weight = operands()
+    head = nl.LMHead(weight, screen="int8")
+    params = nl.SamplingParams(temperature=0.0, top_k=torch.tensor([3, -7, 0, 1, 2]))
+    assert (head.sample(hidden, params).tokens < 0).tolist() == [False, True, False, False, False]
+    assert hopper.paths == ["screened"]
+
+
+def test_compiled_draws_take_the_screen(hopper):
+    hidden, weight = operands()
+    head = nl.LMHead(weight, screen="int8")
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: head.sample(x, nl.SamplingParams(seed=3)).tokens, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(step(hidden), head.sample(hidden, nl.SamplingParams(seed=3), impl="reference").tokens)
+        weight.copy_(weight.roll(100, 0))
+    assert hopper.paths == ["screened"] * 2

@@ -7,6 +7,7 @@ from .budget import TokenComparison, compare_tokens
 from .families import FAMILIES, Family, UnavailableError, make_logits
 from .kept_sets import KeptSets, kept_sets
 from .screened import ScreenedDraw, screened_draw
+from .states import smollm2_states
 from .statistics import FitResult, chi_squared, count_tokens, tail_share
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "kept_sets",
     "make_logits",
     "screened_draw",
+    "smollm2_states",
     "tail_share",
 ]
