@@ -8,7 +8,7 @@ import torch
 
 import nologits as nl
 from nologits.screen import make_screen, refresh, screen_rows
-from nologits.testing.screened import screened_draw
+from nologits.testing import UnavailableError, screened_draw, smollm2_states
 
 V, D, B = 1_500, 96, 48
 INF, NAN = float("inf"), float("nan")
@@ -219,3 +219,17 @@ def test_requests_that_no_screen_serves(request_):
         screened_draw(hidden, nl.LMHead(weight), nl.SamplingParams(seed=1, **request_))
     with pytest.raises(ValueError, match="scale above 0"):
         screened_draw(hidden, nl.LMHead(weight, scale=-1.0), nl.SamplingParams(seed=1))
+
+
+def test_smollm2_keeps_few_candidates():
+    """Its head, and its hidden states on a text; random weights flatter nobody."""
+    try:
+        hidden, weight = smollm2_states()
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    hidden, head = hidden[::8], nl.LMHead(weight)
+    params = nl.SamplingParams(torch.tensor([0.7, 1.0] * 16), seed=torch.arange(32))
+    got = screened_draw(hidden, head, params)
+    assert torch.equal(got.tokens, head.sample(hidden, params, impl="reference").tokens)
+    assert got.candidates.median() <= 8
+    assert got.candidates.max() <= 80

@@ -367,3 +367,28 @@ def test_compiled_draws_take_the_screen(hopper):
         assert torch.equal(step(hidden), head.sample(hidden, nl.SamplingParams(seed=3), impl="reference").tokens)
         weight.copy_(weight.roll(100, 0))
     assert hopper.paths == ["screened"] * 2
+
+
+def test_vllms_heads_have_one_where_the_environment_asks(monkeypatch, caplog):
+    from nologits.integrations.vllm import heads
+
+    layer = types.SimpleNamespace(scale=0.5, soft_cap=None, org_vocab_size=V - 3)
+    weight = operands()[1]
+
+    def make(weight):
+        return heads._make(heads.Call(layer, types.SimpleNamespace(weight=weight), operands()[0], None)).spec
+
+    monkeypatch.delenv(heads.SCREEN, raising=False)
+    assert make(weight).screen is None
+    monkeypatch.setenv(heads.SCREEN, "int8")
+    with torch.inference_mode():  # where engines run
+        made = weight.clone()
+        spec = make(weight)
+    assert same(spec.screen.fresh(), weight[: V - 3])
+    for other, why in ((weight.float(), "float32"), (made, "made in inference mode")):
+        caplog.clear()
+        assert make(other).screen is None
+        assert f"NOLOGITS_SCREEN=int8 is not used: the head's weight is {why}" in caplog.text
+    monkeypatch.setenv(heads.SCREEN, "fp8")
+    with pytest.raises(ValueError, match="NOLOGITS_SCREEN must be int8 or not set, got 'fp8'"):
+        make(weight)
