@@ -24,6 +24,7 @@ TINY = cases.Case("tiny", 512, 32, "a test's")
 # The keys of the issue, written out: renaming one breaks whoever reads the files.
 KEYS = ["case", "V", "D", "B", "provider", "mode", "us", "p20_us", "p80_us", "ratio_to_matmul", "extra_bytes"]
 EXTRA_KEYS = ["gbps", "tflops", "bandwidth_share", "speedup", "captured", "fallback_rows"]
+EXTRA_KEYS += [f"candidates_{which}" for which in ("median", "p99", "max")]
 HEADER = ["schema", "suite", "gpu", "driver", "torch", "triton", "commit", "date"]
 PUBLISHED = {
     "small": (151_936, 4_096),
@@ -37,6 +38,7 @@ PUBLISHED = {
     **{f"gpt-oss-{size}": (201_088, 2_880) for size in ("20b", "120b")},
     "deepseek-v3": (129_280, 7_168),
     "kimi-k2": (163_840, 7_168),
+    "smollm2": (49_152, 576),
 }
 
 
@@ -329,7 +331,7 @@ class TestRecord:
         notes, cells, record = [], [], {}
         plan = suite.Plan(["tiny"], [1, 3], list(modes.MODES), names)
         suite.run(head.SUITE, plan, record, notes.append, cells.append)
-        assert len(cells) == plan.cells == 2 * (3 + 5 + 1 + 3)
+        assert len(cells) == plan.cells == 2 * (3 + 5 + 1 + 3 + 1)
         assert cells[0] == "tiny, B = 1, plain"
         assert list(record)[:8] == HEADER
         for mode in modes.MODES:
@@ -337,7 +339,7 @@ class TestRecord:
             peer = "multinomial" if mode in modes.UNFILTERED else "matmul-nologits"
             assert measured == ["matmul", "nologits-triton", peer] * 2
         assert {(row["B"], row["mode"]) for row in record["rows"]} == {(b, m) for b in (1, 3) for m in modes.MODES}
-        assert len(record["skipped"]) == len(notes) == 36  # three providers in each mode, told once and not a batch size each
+        assert len(record["skipped"]) == len(notes) == 39  # three providers in each mode, told once and not a batch size each
         json.dumps(record, allow_nan=False)
 
     @pytest.mark.parametrize("error", [RuntimeError("a bug\nof ours"), KeyboardInterrupt()])

@@ -15,6 +15,7 @@ pytest.importorskip("rich")
 
 from nologits.bench import cases, head, modes, peer_draws, peers, providers, suite, timing
 from nologits.bench.gate import HeadGate, _params_of
+from nologits.testing import UnavailableError, screened_draw
 
 TINY = cases.Case("tiny", 512, 32, "a test's")
 UNFILTERED = ["plain", "logprobs", "greedy"]
@@ -32,7 +33,7 @@ def draw(inputs, **results):
 
 class TestModes:
     def test_modes_of_the_issue(self):
-        assert list(modes.MODES) == [*UNFILTERED, *FILTERED, "top_logprobs20", *FALLBACKS]
+        assert list(modes.MODES) == [*UNFILTERED, *FILTERED, "top_logprobs20", *FALLBACKS, "screened"]
         assert {name: tuple(mode.request) for name, mode in modes.MODES.items() if mode.filtered} == {
             "k50": (50, None, None),
             "p90": (None, 0.9, None),
@@ -133,12 +134,12 @@ class TestProviders:
         everything = list(modes.MODES)
         assert {name: self.measured_modes(name) for name in providers.PROVIDERS} == {
             **dict.fromkeys(("matmul", "nologits-hopper"), everything),
-            "nologits-triton": [mode for mode in everything if mode not in FALLBACKS],
+            "nologits-triton": [mode for mode in everything if mode not in (*FALLBACKS, "screened")],
             **dict.fromkeys(("multinomial", "multinomial-compiled"), UNFILTERED),
             "flashinfer-gumbel": ["plain"],
             "flashinfer-topk-topp": ["plain"],
             "flashsampling": ["plain", "greedy"],
-            "matmul-nologits": [*FILTERED, "top_logprobs20", *FALLBACKS],
+            "matmul-nologits": [*FILTERED, "top_logprobs20", *FALLBACKS, "screened"],
             "matmul-vllm-qrita": [mode for mode in FILTERED if mode != "minp05"],
             "matmul-flashinfer": FILTERED,
         }
@@ -242,3 +243,46 @@ def test_rows_that_fell_back(monkeypatch):
     del times["nologits-hopper"]
     rows = head.make_rows(place._replace(make=None), times, dict.fromkeys(times, 0), timing.Ceilings(1.0, 1.0))
     assert [row["fallback_rows"] for row in rows] == [None] * 3
+
+
+class TestScreened:
+    def test_the_head_has_a_screen_in_that_mode_alone(self):
+        for mode in modes.MODES:
+            assert (tiny_inputs(2, mode).head.spec.screen is not None) == (mode == "screened"), mode
+        drawn, plain = (draw(tiny_inputs(40, mode)).tokens for mode in ("screened", "plain"))
+        assert torch.equal(drawn, plain)
+
+    def test_candidates_are_those_of_several_draws(self):
+        median, p99, largest = providers.count_candidates(lambda: tiny_inputs(9, "screened"))
+        assert 1 <= median <= p99 <= largest < TINY.vocab // 4
+        inputs = tiny_inputs(9, "screened")
+        first = screened_draw(inputs.hidden, inputs.head, inputs.params).candidates
+        assert len(first) == 9
+        assert largest >= first.max()
+
+    def test_rows_say_what_was_left(self, monkeypatch):
+        monkeypatch.setattr(head, "count_left_rows", lambda make: 2)
+        monkeypatch.setattr(head, "count_candidates", lambda make: (3, 4, 5))
+        times = dict.fromkeys(["matmul", "nologits-hopper"], timing.Timing(1, 1, 1, True))
+        keys = ("fallback_rows", *head.CANDIDATES)
+        for mode, want in (("screened", [2, 3, 4, 5]), ("plain", [None] * 4)):
+            place = suite.Cell(*TINY[:3], 64, mode, None)
+            rows = head.make_rows(place, times, dict.fromkeys(times, 0), timing.Ceilings(1.0, 1.0))
+            assert [[row[key] for key in keys] for row in rows] == [[None] * 4, want]
+
+    def test_the_real_heads_states_come_round(self, monkeypatch):
+        weight, states = cases.make_weight(TINY, "cpu"), torch.randn(5, TINY.depth).bfloat16()
+        monkeypatch.setattr(cases, "smollm2_states", lambda device: (states, weight))
+        assert cases.make_weight(TINY._replace(real=True), "cpu") is weight
+        hidden = cases.make_inputs(weight, 12, "plain", real=True).hidden
+        assert sorted(set(map(tuple, hidden.tolist()))) == sorted(map(tuple, states.tolist()))
+        assert torch.equal(hidden[:5], hidden[5:10])
+
+    def test_a_model_that_is_not_here_is_skipped(self, monkeypatch):
+        def missing(case):
+            raise UnavailableError("no weights")
+
+        monkeypatch.setattr(head, "make_weight", missing)
+        skipped = []
+        assert not list(head.cells(suite.Plan(["smollm2"], [1], ["plain"], []), skipped.append))
+        assert skipped == [{"case": "smollm2", "reason": "no weights"}]

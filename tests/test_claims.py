@@ -75,7 +75,14 @@ def test_the_import_reader_sees_every_form():
     assert "nologits.params.RowParams" in set(imports_of(SOURCE / "ops.py", top_level=True))
 
 
-KERNELS = ("nologits.kernels", "nologits.fused", "nologits.hopper", "nologits.linked", "nologits.transport")
+KERNELS = (
+    "nologits.kernels",
+    "nologits.fused",
+    "nologits.hopper",
+    "nologits.screened",
+    "nologits.linked",
+    "nologits.transport",
+)
 
 
 def test_imports_go_one_way():
@@ -91,7 +98,7 @@ def test_imports_go_one_way():
             # Triton and CUDA are reached through ops -> fused, hopper -> kernels, or sharded -> linked -> kernels, and only
             # inside functions of ops and sharded.
             assert not {n for n in names if n.startswith(("triton", "cuda"))}, path
-            if part not in ("fused", "hopper", "linked", "transport"):
+            if part not in ("fused", "hopper", "screened", "linked", "transport"):
                 assert not {n for n in imports_of(path, top_level=True) if n.startswith(KERNELS)}, path
         if part == "kernels":
             inner = {"nologits.kernels", "nologits.params", "nologits.sources", "nologits.types"}

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import nologits as nl
-from nologits.kernels.config import HOPPER_TURNS_64, PACKED_ROWS
+from nologits.kernels.config import HOPPER_TURNS_64, PACKED_ROWS, num_words
 from nologits.params import make_rows
-from nologits.screen import make_screen, num_words, part_rows, screen_rows
+from nologits.screen import make_screen, part_rows, screen_rows
 from nologits.sources import HiddenSource
 
 GXX = shutil.which("g++")

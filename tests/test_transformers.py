@@ -233,6 +233,26 @@ def test_the_check_runs_once() -> None:
         assert shapes == []  # neither a check nor any logits
 
 
+def test_a_screen_is_kept_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny("Gemma2")).bfloat16()
+    head = integration.find_head(model, "int8")
+    assert head.spec.screen is not None
+    assert head.spec.softcap == 1.5
+    drawn = []
+    sample = nologits.LMHead.sample
+    monkeypatch.setattr(nologits.LMHead, "sample", lambda self, *a, **k: drawn.append(self) or sample(self, *a, **k))
+    tokens = ours(model, **SEEDED, seed=6, screen="int8")
+    assert set(drawn) == {head}
+    assert torch.equal(tokens, ours(model, **SEEDED, seed=6))
+    assert integration.find_head(model).spec.screen is None
+    model.config.final_logit_softcapping = 7.0
+    assert integration.find_head(model, "int8") is not head
+    model.half()
+    assert integration.find_head(model, "int8").spec.weight.dtype == torch.float16
+    with pytest.raises(ValueError, match="screen must be None unless the weight is float16 or bfloat16"):
+        ours(tiny("Llama"), screen="int8")
+
+
 def test_no_logits_in_the_loop() -> None:
     """The claim: the head's own forward never runs, neither for the prompt nor after it."""
     for name in ("Llama", "Mamba"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .dispatch import hopper_obstacle
+from .live_screen import MAX_DEPTH, LiveScreen
 from .params import SamplingParams, check_device
 from .selection import MAX_VOCAB
 from .types import Candidates, LogprobsMode, MergeRule, Samples
@@ -27,13 +29,17 @@ class HeadSpec(NamedTuple):
     scale: float
     softcap: float | None
     vocab_size: int
+    screen: LiveScreen | None = None
+    """The 8-bit copy of ``weight``, which draws may use that it does not change."""
 
 
 class LMHead:
     """An LM head, built once a model and sampled from every step.
 
-    Nothing is copied or cached: an in-place update of ``weight`` or ``bias`` takes effect at the next draw, also inside a
-    captured CUDA graph.
+    Without a ``screen`` nothing is copied or cached: an in-place update of ``weight`` or ``bias`` takes effect at the next
+    draw, also inside a captured CUDA graph. With one it takes effect at the next call of :meth:`sample`, which sees from the
+    weight's version counter that there was one; after what that counter does not see, and before a captured graph is replayed,
+    :meth:`refresh` has to be called.
 
     Args:
         weight: ``[V', D]``, fp32, fp16 or bf16, any strides; rows at or beyond ``vocab_size`` are padding.
@@ -49,6 +55,10 @@ class LMHead:
             (FlashSampling's rule, by log-masses and fresh noise; exact in distribution, without filters).
         validate: with ``group``, compare the ranks' shapes, dtypes and parameters at each draw (one small exchange; the host
             waits for it), so that a rank that differs is an error on all.
+        screen: ``"int8"`` keeps a copy of ``weight`` in 8 bits, half its memory again, for draws that can be settled by
+            reading that and the weights of the few tokens that can still win: the same tokens, from half the bytes. On a
+            Hopper GPU, for fp16 and bf16 weights, up to 64 rows without filters and log-probabilities; all other draws are
+            what they are without, and on other devices no copy is made. ``docs/screen.md`` has the proof and the limits.
 
     Raises:
         ValueError: naming the argument, what it must be and what it was.
@@ -65,6 +75,7 @@ class LMHead:
         vocab_start: int | None = None,
         merge: MergeRule = "pathwise",
         validate: bool = True,
+        screen: Literal["int8"] | None = None,
     ) -> None:
         self.shard: Shard | None = None
         self.validate = validate
@@ -73,8 +84,10 @@ class LMHead:
                 raise ValueError(f"vocab_start must come with a group, got {vocab_start} without")
             if merge != "pathwise":
                 raise ValueError(f"merge must come with a group, got {merge!r} without")
-            self.spec = make_spec(weight, bias, scale, softcap, vocab_size)
+            self.spec = _with_screen(make_spec(weight, bias, scale, softcap, vocab_size), screen)
             return
+        if screen is not None:
+            raise ValueError(f"screen must be None with a group: shards have none yet, got {screen!r}")
         if merge not in ("pathwise", "group"):
             raise ValueError(f'merge must be "pathwise" or "group", got {merge!r}')
         self.shard = _make_shard(weight, bias, scale, softcap, vocab_size, group, vocab_start)._replace(merge=merge)
@@ -106,6 +119,21 @@ class LMHead:
 
         return api.select((hidden, self), **parameters)
 
+    def refresh(self) -> None:
+        """Makes the ``screen`` anew from the present weights, in the same memory and on the device; without one does nothing.
+
+        Draws of :meth:`sample` do so themselves where they see that the weight was written to. It has to be called
+
+        * before a captured CUDA graph with such draws is replayed, after any update of the weight: a replay looks at nothing;
+        * before any draw, after an update that torch does not count: a write through ``weight.data``, a collective of
+          ``torch.distributed`` into the weight (a broadcast of new weights), a kernel outside torch.
+
+        Raises:
+            RuntimeError: a graph is being captured.
+        """
+        if self.spec.screen is not None:
+            self.spec.screen.refresh()
+
     @property
     def vocab_size(self) -> int:
         """V, the number of real tokens; of all shards together if this is one."""
@@ -120,7 +148,9 @@ class LMHead:
         )
         bias = ", bias" if w.bias is not None else ""
         shard = "" if self.shard is None else f", ids {self.shard.start} to {self.shard.start + w.vocab_size - 1}"
-        return f"LMHead(V={self.vocab_size}, D={w.weight.shape[1]}, {w.weight.dtype}, {w.weight.device}{bias}{extra}{shard})"
+        screen = "" if w.screen is None else ", int8 screen"
+        parts = f"{w.weight.dtype}, {w.weight.device}{bias}{extra}{shard}{screen}"
+        return f"LMHead(V={self.vocab_size}, D={w.weight.shape[1]}, {parts})"
 
 
 def _make_shard(
@@ -170,6 +200,25 @@ def make_spec(weight: Tensor, bias: Tensor | None, scale: float, softcap: float 
     if softcap is not None and (not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf):
         raise ValueError(f"softcap must be None or a finite number > 0, got {softcap!r}")
     return HeadSpec(weight.detach(), bias, float(scale), None if softcap is None else float(softcap), vocab)
+
+
+def _with_screen(spec: HeadSpec, screen: object) -> HeadSpec:
+    """The head with the ``screen`` asked for. Its copy is made at once where draws will use it."""
+    if screen is None:
+        return spec
+    weight = spec.weight
+    if not isinstance(screen, str) or screen != "int8":
+        raise ValueError(f'screen must be None or "int8", got {screen!r}')
+    if weight.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"screen must be None unless the weight is float16 or bfloat16, got {screen!r} for {weight.dtype}")
+    if weight.is_inference():
+        raise ValueError(
+            "screen must be None for a weight made under torch.inference_mode, whose updates are not counted, got 'int8'"
+        )
+    live = LiveScreen(weight[: spec.vocab_size])
+    if not hopper_obstacle(weight.device) and spec.scale > 0 and weight.shape[1] <= MAX_DEPTH:
+        live.fresh()
+    return spec._replace(screen=live)
 
 
 def check_matrix(name: str, value: object, shape: str) -> None:

@@ -1,9 +1,10 @@
 """The Hopper implementation: CUDA C++ kernels around wgmma and the bulk copy engine, where those can describe the operands.
 
 A draw goes to the fused kernels if :func:`obstacle` names nothing, one with filters from given logits to the kernel that
-filters rows of logits (:func:`filter_obstacle`). The rest of the contract (several draws a row, unfiltered draws from given
-logits, fp32 heads, operands that bulk copies cannot address) is computed by the portable kernels of :mod:`nologits.fused`,
-which draw the same tokens from the same noise.
+filters rows of logits (:func:`filter_obstacle`). The former read the head's screen instead where it has one that serves
+(:mod:`nologits.screened`). The rest of the contract (several draws a row, unfiltered draws from given logits, fp32 heads,
+operands that bulk copies cannot address) is computed by the portable kernels of :mod:`nologits.fused`, which draw the same
+tokens from the same noise.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import filtered, fused
+from . import filtered, fused, screened
 from .distribution import log_softmax_at
 from .kernels.arguments import tma_fits
 from .kernels.categorical_sm90 import launch_draw, launch_select
@@ -36,6 +37,9 @@ def sample(
     """
     if not obstacle(source, rows, num_samples, raw):
         assert isinstance(source, HiddenSource)
+        screen = source.head.screen
+        if screen is not None and not screened.obstacle(source, screen, rows, num_samples, processed, raw, num_top):
+            return fused.refuse_impossible(screened.sample(source, screen, rows, config_for(source)), rows)
         # Raw lists have tokens that a mask hides, which are no candidates
         return _sample_fused(source, rows, processed, raw, 0 if raw and rows.allowed is not None else num_top)
     if rows.filtered and isinstance(source, LogitsSource) and not filter_obstacle(source, num_samples):

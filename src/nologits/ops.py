@@ -1,7 +1,8 @@
 """The draw as ``torch.library`` operators, so that compiled graphs carry it whole.
 
 ``nologits::sample_hidden`` and ``nologits::sample_logits`` take the records of the eager path flattened to tensors and numbers,
-and return ``(tokens, logprobs, raw_logprobs, log_mass)`` with an empty tensor in place of what was not asked for. Eager calls
+and return ``(tokens, logprobs, raw_logprobs, log_mass)`` with an empty tensor in place of what was not asked for.
+``nologits::sample_screened`` is the former for a head with a screen, which it takes by its key in this process. Eager calls
 skip the operators (their dispatch costs more than a launch); ``torch.compile`` traces through them and their fakes.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import candidates, filtered
+from . import candidates, filtered, live_screen
 from .head import HeadSpec
 from .params import RowParams
 from .sources import HiddenSource, LogitsSource, Source
@@ -33,6 +34,11 @@ _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, float scale, float? softcap
 
 _library = torch.library.Library("nologits", "DEF")
 _library.define(f"sample_hidden({_HEAD}, {_ROWS}) -> {_RESULTS}", tags=torch.Tag.nondeterministic_seeded)
+# Whether a screen is stale is asked at each call: no compiler may put the call into a CUDA graph of its own making.
+_UNSAFE = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+_library.define(
+    f"sample_screened(int screen, {_HEAD}, {_ROWS}) -> {_RESULTS}", tags=(torch.Tag.nondeterministic_seeded, *_UNSAFE)
+)
 _library.define(f"sample_logits(Tensor logits, {_ROWS}) -> {_RESULTS}", tags=torch.Tag.nondeterministic_seeded)
 
 _library.define(f"top_hidden({_HEAD}, {_REQUEST}, int count, str impl) -> (Tensor ids, Tensor logprobs)")
@@ -78,9 +84,10 @@ def run_hidden(
     The ``num_top`` likeliest tokens come with it where ``impl`` has them from the same pass; else :func:`run_top` is asked.
     """
     if torch.compiler.is_compiling():
-        return _as_samples(
-            torch.ops.nologits.sample_hidden(hidden, *head, *_flatten(rows), num_samples, processed, raw, impl), processed, raw
-        )
+        flat = (hidden, *_flatten_head(head), *_flatten(rows), num_samples, processed, raw, impl)
+        if head.screen is None:
+            return _as_samples(torch.ops.nologits.sample_hidden(*flat), processed, raw)
+        return _as_samples(torch.ops.nologits.sample_screened(head.screen.key, *flat), processed, raw)
     source = make_source(hidden, head, impl)
     if impl == "hopper" and num_top:
         from . import hopper
@@ -104,7 +111,7 @@ def run_top(source: HiddenSource | LogitsSource, rows: RowParams, count: int, im
         return top_tokens(row_source(source, impl), rows, count)
     flat = _flatten(rows._replace(seed=None, position=None, entropy=None))
     if isinstance(source, HiddenSource):
-        return TopTokens(*torch.ops.nologits.top_hidden(source.hidden, *source.head, *flat, count, impl))
+        return TopTokens(*torch.ops.nologits.top_hidden(source.hidden, *_flatten_head(source.head), *flat, count, impl))
     return TopTokens(*torch.ops.nologits.top_logits(source.logits, *flat, count, impl))
 
 
@@ -137,11 +144,22 @@ def _filter_logits(logits: Tensor, *rest: object) -> None:
     run_filter(logits, _unflatten([*flat, *[None] * 7]), out, mask_value, impl)  # type: ignore[arg-type]
 
 
-def _sample_hidden(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, vocab_size: int, *rest: object
+def _sample_hidden(hidden: Tensor, *rest: object) -> Results:
+    return _sample_head(0, hidden, *rest)  # type: ignore[arg-type]
+
+
+def _sample_head(
+    screen: int,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    vocab_size: int,
+    *rest: object,
 ) -> Results:
     *flat, num_samples, processed, raw, impl = rest
-    head = HeadSpec(weight, bias, scale, softcap, vocab_size)
+    head = HeadSpec(weight, bias, scale, softcap, vocab_size, live_screen.find(screen, weight))
     return _as_results(run_hidden(hidden, head, _unflatten(flat), num_samples, processed, raw, impl))  # type: ignore[arg-type]
 
 
@@ -172,6 +190,10 @@ def _fake_hidden(hidden: Tensor, *rest: object) -> Results:
     return _fake(hidden, *rest[-4:-1])  # type: ignore[arg-type]
 
 
+def _fake_screened(screen: int, hidden: Tensor, *rest: object) -> Results:
+    return _fake_hidden(hidden, *rest)
+
+
 def _fake_logits(logits: Tensor, *rest: object) -> Results:
     return _fake(logits, *rest[-4:-1])  # type: ignore[arg-type]
 
@@ -188,6 +210,7 @@ def _fake(rows: Tensor, num_samples: int, processed: bool, raw: bool) -> Results
 
 for _name, _function, _shape in (
     ("sample_hidden", _sample_hidden, _fake_hidden),
+    ("sample_screened", _sample_head, _fake_screened),
     ("sample_logits", _sample_logits, _fake_logits),
     ("top_hidden", _top_hidden, _fake_top),
     ("top_logits", _top_logits, _fake_top),
@@ -198,6 +221,11 @@ for _name, _function, _shape in (
 
 _library.impl("filter_logits", _filter_logits, "CompositeExplicitAutograd")
 torch.library.register_fake("nologits::filter_logits", lambda *arguments: None, lib=_library)
+
+
+def _flatten_head(head: HeadSpec) -> tuple[object, ...]:
+    """A head as the operators take it, without its screen."""
+    return head[:5]
 
 
 def _flatten(rows: RowParams) -> list[object]:

@@ -23,12 +23,11 @@ real weights. What is not finite in ``h`` or ``w`` has infinite lengths.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from .kernels.config import PACKED_ROWS
+from .kernels.config import PACKED_ROWS, num_words
+from .types import Screen, ScreenedRows
 
 PADDED = 256
 """Ids a tile may read beyond the last."""
@@ -37,46 +36,10 @@ _UP = 1.0 + 2.0**-20
 _CHUNK_BYTES = 256 << 20
 
 
-class Screen(NamedTuple):
-    """The 8-bit copy of a head.
-
-    Attributes:
-        weight: int8 ``[V, D]``; the pitch is a multiple of 16 bytes.
-        scales: ``s``, fp32 ``[V + PADDED]``; beyond V all are 0.
-        errors: ``E``, likewise.
-        lengths: ``N``, likewise.
-    """
-
-    weight: Tensor
-    scales: Tensor
-    errors: Tensor
-    lengths: Tensor
-
-
-class ScreenedRows(NamedTuple):
-    """Hidden states of 8 bits.
-
-    Attributes:
-        parts: ``q1`` of all rows, then ``q2``: int8 ``[2 B, D]``. Of at most 32 rows 8 of the first, then their 8 of the second, and
-            so on, ``[16 ceil(B / 8), D]``: :func:`part_rows`.
-        scales: ``a``, ``a / 254``, ``A`` and ``R``: fp32 ``[B, 4]``.
-        words: int32 ``[num_words(B)]``, 0: what the kernels of a draw tell each other.
-    """
-
-    parts: Tensor
-    scales: Tensor
-    words: Tensor
-
-
 def part_rows(batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where the first and the second parts of ``batch`` rows lie among :class:`ScreenedRows`'s."""
     row = torch.arange(batch, device=device)
     return (row + row // 8 * 8, row + row // 8 * 8 + 8) if batch <= PACKED_ROWS else (row, row + batch)
-
-
-def num_words(batch: int) -> int:
-    """Words that the kernels of a draw of ``batch`` rows tell each other."""
-    return 6 * batch + 1 + -(-batch // 8)
 
 
 def make_screen(weight: Tensor) -> Screen:

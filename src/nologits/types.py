@@ -125,3 +125,34 @@ class KeptRows(NamedTuple):
     ids: Tensor
     logits: Tensor
     logprobs: Tensor
+
+
+class Screen(NamedTuple):
+    """The 8-bit copy of a head (:mod:`nologits.screen`, whose names these are).
+
+    Attributes:
+        weight: int8 ``[V, D]``; the pitch is a multiple of 16 bytes.
+        scales: ``s``, fp32 ``[V + 256]``; beyond V all are 0.
+        errors: ``E``, likewise.
+        lengths: ``N``, likewise.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    errors: Tensor
+    lengths: Tensor
+
+
+class ScreenedRows(NamedTuple):
+    """Hidden states of 8 bits (:mod:`nologits.screen`).
+
+    Attributes:
+        parts: ``q1`` of all rows, then ``q2``: int8 ``[2 B, D]``. Of at most 32 rows 8 of the first, then their 8 of the second,
+            and so on, ``[16 ceil(B / 8), D]``: :func:`nologits.screen.part_rows`.
+        scales: ``a``, ``a / 254``, ``A`` and ``R``: fp32 ``[B, 4]``.
+        words: int32, 0: what the kernels of a draw tell each other (:func:`nologits.kernels.config.num_words`).
+    """
+
+    parts: Tensor
+    scales: Tensor
+    words: Tensor

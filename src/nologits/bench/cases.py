@@ -14,16 +14,18 @@ from torch import Tensor
 
 import nologits as nl
 
+from ..testing import smollm2_states
 from .modes import FLAT_TEMPERATURE, MODES, Mode
 
 
 class Case(NamedTuple):
-    """An LM head by its shape, and the models that have it."""
+    """An LM head by its shape, and the models that have it; ``real``: with a model's weights and hidden states."""
 
     name: str
     vocab: int
     depth: int
     models: str
+    real: bool = False
 
 
 CASES = (
@@ -43,6 +45,7 @@ CASES = (
     Case("gpt-oss-120b", 201_088, 2_880, "gpt-oss-20b, gpt-oss-120b"),
     Case("deepseek-v3", 129_280, 7_168, "DeepSeek-V3"),
     Case("kimi-k2", 163_840, 7_168, "Kimi-K2"),
+    Case("smollm2", 49_152, 576, "SmolLM2-135M", real=True),
 )
 
 ALIASES = {"qwen3-8b": "small", "llama-3-70b": "large", "qwen3-32b": "qwen3-14b", "gpt-oss-20b": "gpt-oss-120b"}
@@ -54,7 +57,7 @@ DEFAULT_BATCHES = (1, 16, 64, 128, 256)
 
 
 class Inputs(NamedTuple):
-    """One cell's tensors: bf16, with logits of about the spread a trained model has (standard deviation 5)."""
+    """One cell's tensors: bf16, random ones with logits of about the spread a trained model has (standard deviation 5)."""
 
     hidden: Tensor
     weight: Tensor
@@ -63,18 +66,33 @@ class Inputs(NamedTuple):
 
 
 def make_weight(case: Case, device: str = "cuda") -> Tensor:
-    """Random weights of a case, bf16 ``[V, D]``."""
+    """Weights of a case, bf16 ``[V, D]``: random ones, or the model's.
+
+    Raises:
+        UnavailableError: the model is not here.
+    """
+    if case.real:
+        return smollm2_states(device)[1]
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.empty(case.vocab, case.depth, dtype=torch.bfloat16, device=device)
     return weight.normal_(0, 5 / case.depth**0.5, generator=generator)
 
 
-def make_inputs(weight: Tensor, batch: int, mode: str) -> Inputs:
-    """Hidden states and per-row parameters for one cell: every row seeded, as an engine passes them."""
-    generator = torch.Generator(weight.device).manual_seed(batch)
-    hidden = torch.empty(batch, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    hidden.normal_(generator=generator)
-    return Inputs(hidden, weight, nl.LMHead(weight), make_params(batch, MODES[mode], weight.device))
+def make_inputs(weight: Tensor, batch: int, mode: str, real: bool = False) -> Inputs:
+    """Hidden states and per-row parameters for one cell: every row seeded, as an engine passes them.
+
+    The hidden states are random ones, or the ``real`` ones of a text, which come again in a batch of more.
+    """
+    if real:
+        states = smollm2_states(weight.device)[0]
+        order = torch.randperm(len(states), generator=torch.Generator().manual_seed(batch))
+        hidden = states[order[torch.arange(batch) % len(states)].to(weight.device)]
+    else:
+        generator = torch.Generator(weight.device).manual_seed(batch)
+        hidden = torch.empty(batch, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        hidden.normal_(generator=generator)
+    head = nl.LMHead(weight, screen=MODES[mode].screen)
+    return Inputs(hidden, weight, head, make_params(batch, MODES[mode], weight.device))
 
 
 def make_params(batch: int, mode: Mode, device: torch.device) -> nl.SamplingParams:

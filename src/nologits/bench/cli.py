@@ -26,7 +26,7 @@ from .cases import ALIASES, ALL_BATCHES, CASES, DEFAULT_BATCHES, DEFAULT_CASES
 from .decoder import SHAPES
 from .filter_cases import ALL_FILTER_BATCHES, DEFAULT_FILTER_BATCHES
 from .filter_providers import FILTER_PROVIDERS, FLOOR
-from .modes import FILTER_MODES, MODES
+from .modes import FILTER_MODES, MODES, SCREENED
 from .peers import brief
 from .providers import PROVIDERS
 from .qrita import DEFAULT_QRITA_BATCHES, DEFAULT_QRITA_FAMILIES, QRITA_PROVIDERS, SHIPPED
@@ -71,6 +71,7 @@ def measure(
 
     Options that name several things take a list with commas, or are repeated.
     In a mode fallbackN, N percent of the rows are so flat that fused filters need more sweeps of the head.
+    In mode screened our head keeps a copy in 8 bits, which is read in its place.
     With --tp N the head lies in N shards, on a GPU each, or on CPU processes where there are too few.
     """
     if context.invoked_subcommand is not None:
@@ -80,7 +81,9 @@ def measure(
     plan = Plan(
         _chosen("case", case, DEFAULT_CASES, [c.name for c in CASES], ALIASES),
         _batches(batch, ALL_BATCHES, tp_suite.TP_BATCHES if sharded else DEFAULT_BATCHES),
-        _chosen("mode", mode, tp_suite.TP_MODES if sharded else ("plain",), tuple(MODES)),
+        _chosen(
+            "mode", mode, tp_suite.TP_MODES if sharded else ("plain",), [m for m in MODES if not sharded or m not in SCREENED]
+        ),
         _chosen("provider", provider, known, known),
         repeats,
     )

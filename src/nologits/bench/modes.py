@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Mode(NamedTuple):
         temperature: 0 is greedy.
         flat_share: the share of rows at :data:`FLAT_TEMPERATURE` instead, rounded up to whole rows.
         logprobs, top_logprobs: as :meth:`nologits.LMHead.sample` takes them.
+        screen: as :class:`nologits.LMHead` takes it.
     """
 
     request: Request = Request()
@@ -42,6 +43,7 @@ class Mode(NamedTuple):
     flat_share: float = 0.0
     logprobs: LogprobsMode = False
     top_logprobs: int = 0
+    screen: Literal["int8"] | None = None
 
     @property
     def filtered(self) -> bool:
@@ -76,5 +78,8 @@ FALLBACKS = {
 }
 """So many percent of the rows, if any then at least one, are too flat for the fused filters' candidates; others are peaked."""
 
-MODES = UNFILTERED | FILTERED | {"top_logprobs20": Mode(logprobs="processed", top_logprobs=20)} | FALLBACKS
+SCREENED = {"screened": Mode(screen="int8")}
+"""The plain draw of a head with an 8-bit copy."""
+
+MODES = UNFILTERED | FILTERED | {"top_logprobs20": Mode(logprobs="processed", top_logprobs=20)} | FALLBACKS | SCREENED
 """The head suite's."""

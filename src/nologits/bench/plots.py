@@ -83,6 +83,7 @@ _MODES = {
     "minp05": "min-p 0.05",
     "p95": "top-p 0.95",
     "top_logprobs20": "draw and the 20 likeliest tokens",
+    "screened": "draw with an 8-bit copy of the head",
     "t06": "temperature 0.6",
     "t06k20p95": "temperature 0.6, top-k 20, top-p 0.95",
     **{name: f"top-p 0.9, {mode.flat_share:.0%} of the rows flat" for name, mode in FALLBACKS.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torch import Tensor
 import nologits as nl
 
 from ..dispatch import hopper_obstacle
+from ..testing import screened_draw
 from .cases import Inputs
-from .modes import FALLBACKS, FILTERED, MODES, UNFILTERED
+from .modes import FALLBACKS, FILTERED, MODES, SCREENED, UNFILTERED
 from .peer_draws import draw_as_vllm, flashinfer_draw, vllm_mask
 from .peers import SkipError, flashinfer_sampling, flashsampling_kernel
 from .suite import Call
@@ -21,6 +23,9 @@ Provider = Callable[[Inputs, str], Call]
 TOP_K, TOP_P = 50, 0.95
 """The truncation of ``flashinfer-topk-topp``."""
 
+CANDIDATE_DRAWS = 16
+"""Of each row, whose candidates are counted."""
+
 
 def nologits(impl: str) -> Provider:
     """One implementation of this library, every row seeded."""
@@ -28,6 +33,8 @@ def nologits(impl: str) -> Provider:
     def provider(inputs: Inputs, mode: str) -> Call:
         if impl == "triton" and mode in FALLBACKS:
             raise SkipError("it makes the logits of all rows with filters: none falls back")
+        if impl == "triton" and mode in SCREENED:
+            raise SkipError("it has no screen")
         options = {"impl": impl, **MODES[mode].results}
 
         def call() -> object:
@@ -127,6 +134,33 @@ def count_open_rows(make: Callable[[], Inputs]) -> int | None:
     before = int(open_rows(device))
     inputs.head.sample(inputs.hidden, inputs.params, impl="hopper")
     return int(open_rows(device)) - before
+
+
+def count_left_rows(make: Callable[[], Inputs]) -> int | None:
+    """How many rows of a screened draw take the full path; ``None`` where the Hopper kernels do not run."""
+    inputs = make()
+    device = inputs.hidden.device
+    if hopper_obstacle(device):
+        return None
+    from ..screened import counting_left
+
+    with counting_left(device) as left:
+        inputs.head.sample(inputs.hidden, inputs.params, impl="hopper")
+    return int(left)
+
+
+def count_candidates(make: Callable[[], Inputs]) -> tuple[int, int, int]:
+    """How many tokens a row's bounds leave: the median, the 99th percentile and the largest of some draws of each row."""
+    inputs = make()
+    rows = torch.arange(len(inputs.hidden), device=inputs.hidden.device)
+    counts = torch.cat(
+        [
+            screened_draw(inputs.hidden, inputs.head, replace(inputs.params, position=rows + (draw << 32))).candidates
+            for draw in range(CANDIDATE_DRAWS)
+        ]
+    )
+    ordered = counts.sort().values.tolist()
+    return ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100], ordered[-1]
 
 
 MATMUL, HOPPER = "matmul", "nologits-hopper"

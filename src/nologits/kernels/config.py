@@ -110,12 +110,20 @@ HOPPER_SHARED_CLUSTERED = HopperConfig(turns=False, rows=128, stages=4, pair=1, 
 HOPPER_CONFIGS = (HOPPER_TURNS_64, HOPPER_TURNS_128, HOPPER_SHARED, HOPPER_SHARED_CLUSTERED)
 """What the Hopper kernel is compiled and tested for."""
 
-PACKED_ROWS = 32
-"""Rows of a screened draw up to which both parts of their bytes share an operand (``sm90/tile.cuh``)."""
-
 FILTERED_ROWS = 512
 """Rows of one filtered draw from hidden states. Beyond, the matmul's time is its arithmetic, and more rows at once would only
 leave fewer blocks a row to tell where its largest logits begin."""
+
+SCREENED_ROWS = 64
+"""Rows of a screened draw. Both parts of that many hidden states make one tile; beyond, the matmul's own time grows."""
+
+PACKED_ROWS = 32
+"""Rows of a screened draw up to which both parts of their bytes share an operand (``sm90/tile.cuh``)."""
+
+
+def num_words(batch: int) -> int:
+    """Words of 32 bits that the kernels of a screened draw of ``batch`` rows tell each other."""
+    return 6 * batch + 1 + -(-batch // 8)
 
 
 def interpreting() -> bool:

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from ..params import RowParams
-from ..screen import ScreenedRows, num_words
 from ..sources import HiddenSource
-from ..types import Samples
+from ..types import Samples, ScreenedRows
 from .arguments import on_device
 from .categorical_sm90 import CAPACITY, DrawLaunch, empty_samples, head_features, merge_kernel, whole
-from .config import PACKED_ROWS, HopperConfig
+from .config import PACKED_ROWS, HopperConfig, num_words
 from .nvrtc import Kernel, load, tensor_map
 
 if TYPE_CHECKING:
-    from ..screen import Screen
+    from ..types import Screen
 
 _MOST_PARTS, _RESCORE_BLOCKS = 8, 256
 """Blocks that share a row's candidates, and of all rows: about two a multiprocessor."""
@@ -36,7 +35,8 @@ class Operands(ctypes.Structure):
     """``Operands`` of ``sm90/rescore.cu``; strides in elements."""
 
     _fields_ = (
-        ("hidden", ctypes.c_void_p), ("stride_hidden", ctypes.c_int64), ("weight", ctypes.c_void_p), ("stride_weight", ctypes.c_int64),
+        ("hidden", ctypes.c_void_p), ("stride_hidden", ctypes.c_int64),
+        ("weight", ctypes.c_void_p), ("stride_weight", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -110,7 +110,8 @@ def launch_rows(hidden: Tensor) -> ScreenedRows:
             [
                 ctypes.c_void_p(hidden.data_ptr()), ctypes.c_int64(hidden.stride(0)), ctypes.c_int32(batch),
                 ctypes.c_int32(depth), ctypes.c_void_p(parts.data_ptr()), ctypes.c_int64(pitch),
-                ctypes.c_void_p(scales.data_ptr()), ctypes.c_void_p(words.data_ptr()), ctypes.c_int32(words.numel()), ctypes.c_bool(packed),
+                ctypes.c_void_p(scales.data_ptr()), ctypes.c_void_p(words.data_ptr()), ctypes.c_int32(words.numel()),
+                ctypes.c_bool(packed),
             ],
             device,
         )  # fmt: skip

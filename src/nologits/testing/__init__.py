@@ -6,6 +6,8 @@ The library itself never imports this package. ``statistics`` needs scipy, which
 from .budget import TokenComparison, compare_tokens
 from .families import FAMILIES, Family, UnavailableError, make_logits
 from .kept_sets import KeptSets, kept_sets
+from .screened import ScreenedDraw, screened_draw
+from .states import smollm2_states
 from .statistics import FitResult, chi_squared, count_tokens, tail_share
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "Family",
     "FitResult",
     "KeptSets",
+    "ScreenedDraw",
     "TokenComparison",
     "UnavailableError",
     "chi_squared",
@@ -20,5 +23,7 @@ __all__ = [
     "count_tokens",
     "kept_sets",
     "make_logits",
+    "screened_draw",
+    "smollm2_states",
     "tail_share",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,24 +28,25 @@ class Transform(NamedTuple):
 
 
 _VERDICTS: WeakKeyDictionary[Any, dict[object, Transform | str]] = WeakKeyDictionary()
+_SCREENED: WeakKeyDictionary[Any, LMHead] = WeakKeyDictionary()
 
 
-def find_head(model: Any) -> LMHead:
+def find_head(model: Any, screen: Literal["int8"] | None = None) -> LMHead:
     """The model's output head with everything the model does to its logits, checked against the model's own.
 
     The check is one forward of four tokens, done once a model (again if its dtype, device or config changes). The head
-    shares the model's weights.
+    shares the model's weights. With a ``screen``, as :class:`nologits.LMHead` takes it, one head is kept for the model.
 
     Raises:
         ValueError: the head cannot be reproduced; the message has the reason.
     """
     try:
-        return head_of(model)
+        return head_of(model, screen)
     except UnsupportedError as refusal:
         raise ValueError(f"model must be one whose logits can be reproduced, got {type(model).__name__}: {refusal}") from None
 
 
-def head_of(model: Any) -> LMHead:
+def head_of(model: Any, screen: Literal["int8"] | None = None) -> LMHead:
     """The checked head; raises :class:`UnsupportedError` with the reason."""
     if model.config.is_encoder_decoder:
         raise UnsupportedError("the model is an encoder-decoder")
@@ -61,7 +62,20 @@ def head_of(model: Any) -> LMHead:
     verdict = verdicts[key]
     if isinstance(verdict, str):
         raise UnsupportedError(verdict)
-    return LMHead(weight, head.bias, *verdict)
+    return LMHead(weight, head.bias, *verdict) if screen is None else _screened(model, head, verdict, screen)
+
+
+def _screened(model: Any, head: nn.Linear, transform: Transform, screen: Literal["int8"]) -> LMHead:
+    """The model's head with a screen; its copy is made once, and again where the weights were replaced."""
+    kept, bias = _SCREENED.get(model), head.bias
+    if kept is not None:
+        spec = kept.spec
+        addresses = [None if part is None else part.data_ptr() for part in (spec.weight, spec.bias, head.weight, bias)]
+        same = spec.weight.shape == head.weight.shape and spec.weight.dtype == head.weight.dtype
+        if same and addresses[:2] == addresses[2:] and (spec.scale, spec.softcap) == transform:
+            return kept
+    _SCREENED[model] = made = LMHead(head.weight, bias, *transform, screen=screen)
+    return made
 
 
 def _check_module(head: Any) -> None:

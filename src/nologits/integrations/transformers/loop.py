@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -73,9 +73,11 @@ def generate(
     seed: int | Sequence[int] | Tensor | None = None,
     logprobs: LogprobsMode = False,
     impl: Impl = "auto",
+    screen: Literal["int8"] | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """The decoding loop for ``custom_generate=``; transformers fills in everything but ``seed``, ``logprobs`` and ``impl``.
+    """The decoding loop for ``custom_generate=``; transformers fills in everything but ``seed``, ``logprobs``, ``impl`` and
+    ``screen``.
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs: as
@@ -87,6 +89,8 @@ def generate(
             ``num_return_sequences`` uses seed + j. ``None``, or -1 for one row: torch's generator.
         logprobs: ``"processed"``, ``"raw"`` or ``True`` (both) adds them to the output; needs ``return_dict_in_generate``.
         impl: as in :func:`nologits.sample`.
+        screen: as in :class:`nologits.LMHead`: the copy is kept as long as the model is. After new weights that torch's
+            version counter does not see, call ``find_head(model, "int8").refresh()``.
 
     Returns:
         Token ids ``[B, prompt + new]``, or with ``return_dict_in_generate`` a :class:`GenerateOutput`. Where the stock loop
@@ -107,7 +111,7 @@ def generate(
     capture: Capture | None = None
     try:
         check_request(model, generation_config, given.get("assistant_model"), model_kwargs)
-        head = head_of(model)
+        head = head_of(model, screen)
         plan = make_plan(logits_processor, head.spec.vocab_size, head.spec.weight.device)
         capture = Capture(model.get_output_embeddings())
         capture.acquire()

@@ -6,9 +6,11 @@ While a :data:`Capture` is open it gets that call, and logits are made only if i
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,10 @@ _PROBE_ROWS = 4
 _PROBE_TOLERANCE = 16.0
 """In units of the dtype's epsilon, of the largest logit: what rounding may differ by."""
 
+SCREEN = "NOLOGITS_SCREEN"
+"""``int8``: heads keep a copy in 8 bits (:class:`nologits.LMHead`)."""
+
+_logger = logging.getLogger("vllm.nologits")
 _local = threading.local()
 _stock_forward: Callable[..., Any] | None = None
 
@@ -157,8 +163,29 @@ def _make(call: Call) -> LMHead:
     layer, scale = call.layer, float(call.layer.scale)
     # vLLM scales after the soft cap, LMHead before: s * c * tanh(x / c) = (s c) * tanh(s x / (s c)).
     softcap = None if layer.soft_cap is None else scale * float(layer.soft_cap)
-    make = ranks.make_part if ranks.is_split(call.lm_head) else LMHead
-    return make(call.lm_head.weight, call.bias, scale, softcap, layer.org_vocab_size)
+    parts = (call.lm_head.weight, call.bias, scale, softcap, layer.org_vocab_size)
+    return ranks.make_part(*parts) if ranks.is_split(call.lm_head) else LMHead(*parts, screen=_screen(call.lm_head.weight))
+
+
+def _screen(weight: Tensor) -> Literal["int8"] | None:
+    """The screen that :data:`SCREEN` asks for, where this head can have one.
+
+    Raises:
+        ValueError: it asks for something else.
+    """
+    wanted = os.environ.get(SCREEN, "")
+    if wanted not in ("", "int8"):
+        raise ValueError(f"{SCREEN} must be int8 or not set, got {wanted!r}")
+    if not wanted:
+        return None
+    if weight.dtype == torch.float32 or weight.is_inference():
+        _logger.warning("nologits: %s=int8 is not used: the head's weight is %s", SCREEN, _kind(weight))
+        return None
+    return "int8"
+
+
+def _kind(weight: Tensor) -> str:
+    return "float32" if weight.dtype == torch.float32 else "made in inference mode"
 
 
 def _compare(logits: Tensor, hidden: Tensor, head: LMHead, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ...live_screen import refresh_all
 from ..eligibility import Counters
 
 SWITCH = "NOLOGITS_VLLM"
@@ -125,7 +126,8 @@ def _install() -> Status:
 
 
 def _offer_to_workers() -> None:
-    """Lets ``llm.collective_rpc("nologits_counters")`` and ``"nologits_status"`` read them in worker processes."""
+    """Lets ``llm.collective_rpc("nologits_counters")`` and ``"nologits_status"`` read them in worker processes, and
+    ``"nologits_refresh"`` renew the screens of heads after new weights."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     def nologits_counters(worker: Any) -> dict[str, Any]:
@@ -134,4 +136,8 @@ def _offer_to_workers() -> None:
     def nologits_status(worker: Any) -> tuple[Any, ...]:
         return tuple(status())
 
+    def nologits_refresh(worker: Any) -> None:
+        refresh_all()
+
     WorkerBase.nologits_counters, WorkerBase.nologits_status = nologits_counters, nologits_status
+    WorkerBase.nologits_refresh = nologits_refresh
