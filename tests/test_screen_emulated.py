@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import nologits as nl
-from nologits.kernels.config import HOPPER_TURNS_64, PACKED_ROWS, num_words
+from nologits.kernels.config import HOPPER_TURNS_64
 from nologits.params import make_rows
 from nologits.screen import make_screen, part_rows, screen_rows
 from nologits.sources import HiddenSource
+from nologits.types import ScreenedRows
 
 GXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GXX is None or platform.machine() != "x86_64", reason="needs g++ and an x86-64 processor")
@@ -232,10 +233,10 @@ def test_the_rows_bytes_are_the_specifications(build, dtype, batch):
     parts, scales = torch.zeros_like(want.parts), torch.empty(batch, 4)
     library = build((("OPERAND", '"bf16"' if dtype == torch.bfloat16 else '"f16"'),), "screen_rows")
     library.launch.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_int]
-    words = torch.full((num_words(batch),), 7, dtype=torch.int32)
+    words = torch.full((ScreenedRows.num_words(batch),), 7, dtype=torch.int32)
     given = RowArguments(
         hidden.data_ptr(), parts.data_ptr(), scales.data_ptr(), words.data_ptr(), hidden.stride(0), parts.stride(0),
-        batch, D, len(words), batch <= PACKED_ROWS,
+        batch, D, len(words), ScreenedRows.packed(batch),
     )  # fmt: skip
     failure = library.launch(ctypes.addressof(given), 0, 0xFF)
     assert not failure, failure.decode()

@@ -26,7 +26,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels.config import PACKED_ROWS, num_words
 from .types import Screen, ScreenedRows
 
 PADDED = 256
@@ -39,7 +38,7 @@ _CHUNK_BYTES = 256 << 20
 def part_rows(batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where the first and the second parts of ``batch`` rows lie among :class:`ScreenedRows`'s."""
     row = torch.arange(batch, device=device)
-    return (row + row // 8 * 8, row + row // 8 * 8 + 8) if batch <= PACKED_ROWS else (row, row + batch)
+    return (row + row // 8 * 8, row + row // 8 * 8 + 8) if ScreenedRows.packed(batch) else (row, row + batch)
 
 
 def make_screen(weight: Tensor) -> Screen:
@@ -84,9 +83,9 @@ def screen_rows(hidden: Tensor) -> ScreenedRows:
     rounding = 2.0**-20 + (rows.shape[1] / 32 + 16) * 2.0**-24
     of_length = torch.linalg.vector_norm(left, dim=1) + rounding * of_error
     scales = torch.stack((scale[:, 0], scale[:, 0] / 254, _rounded_up(of_error), _rounded_up(of_length)), 1)
-    words = torch.zeros(num_words(len(hidden)), dtype=torch.int32, device=hidden.device)
+    words = torch.zeros(ScreenedRows.num_words(len(hidden)), dtype=torch.int32, device=hidden.device)
     batch = len(hidden)
-    places = 16 * -(-batch // 8) if batch <= PACKED_ROWS else 2 * batch
+    places = 16 * -(-batch // 8) if ScreenedRows.packed(batch) else 2 * batch
     parts = torch.zeros(places, rows.shape[1], dtype=torch.int8, device=hidden.device)
     for index, part in zip(part_rows(batch, hidden.device), (first, second), strict=True):
         parts[index] = part.to(torch.int8)

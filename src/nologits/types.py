@@ -147,12 +147,22 @@ class ScreenedRows(NamedTuple):
     """Hidden states of 8 bits (:mod:`nologits.screen`).
 
     Attributes:
-        parts: ``q1`` of all rows, then ``q2``: int8 ``[2 B, D]``. Of at most 32 rows 8 of the first, then their 8 of the second,
+        parts: ``q1`` of all rows, then ``q2``: int8 ``[2 B, D]``. Of at most 32 rows 8 of the first, their 8 of the second,
             and so on, ``[16 ceil(B / 8), D]``: :func:`nologits.screen.part_rows`.
         scales: ``a``, ``a / 254``, ``A`` and ``R``: fp32 ``[B, 4]``.
-        words: int32, 0: what the kernels of a draw tell each other (:func:`nologits.kernels.config.num_words`).
+        words: int32, 0: what the kernels of a draw tell each other (:meth:`num_words`).
     """
 
     parts: Tensor
     scales: Tensor
     words: Tensor
+
+    @staticmethod
+    def packed(batch: int) -> bool:
+        """Both parts of so many rows share an operand of the tensor cores (``kernels/sm90/tile.cuh``)."""
+        return batch <= 32
+
+    @staticmethod
+    def num_words(batch: int) -> int:
+        """The length of ``words``."""
+        return 6 * batch + 1 + -(-batch // 8)

@@ -117,14 +117,6 @@ leave fewer blocks a row to tell where its largest logits begin."""
 SCREENED_ROWS = 64
 """Rows of a screened draw. Both parts of that many hidden states make one tile; beyond, the matmul's own time grows."""
 
-PACKED_ROWS = 32
-"""Rows of a screened draw up to which both parts of their bytes share an operand (``sm90/tile.cuh``)."""
-
-
-def num_words(batch: int) -> int:
-    """Words of 32 bits that the kernels of a screened draw of ``batch`` rows tell each other."""
-    return 6 * batch + 1 + -(-batch // 8)
-
 
 def interpreting() -> bool:
     """Triton runs its kernels in Python, on the CPU (``TRITON_INTERPRET=1`` when the kernels were decorated)."""

@@ -16,7 +16,7 @@ from ..sources import HiddenSource
 from ..types import Samples, ScreenedRows
 from .arguments import on_device
 from .categorical_sm90 import CAPACITY, DrawLaunch, empty_samples, head_features, merge_kernel, whole
-from .config import PACKED_ROWS, HopperConfig, num_words
+from .config import HopperConfig
 from .nvrtc import Kernel, load, tensor_map
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Operands(ctypes.Structure):
 
 def config_for(batch: int) -> HopperConfig:
     """The screen's configuration for ``batch`` rows."""
-    return _PACKED_CONFIG if batch <= PACKED_ROWS else _CONFIG
+    return _PACKED_CONFIG if ScreenedRows.packed(batch) else _CONFIG
 
 
 def shared_bytes(config: HopperConfig) -> int:
@@ -91,17 +91,17 @@ def launch_screened(
 
 def _box_rows(batch: int) -> int:
     """Rows of bytes that are loaded together."""
-    return -(-batch // 8) * (16 if batch <= PACKED_ROWS else 8)
+    return -(-batch // 8) * (16 if ScreenedRows.packed(batch) else 8)
 
 
 def launch_rows(hidden: Tensor) -> ScreenedRows:
     """The 8-bit parts of ``hidden [B, D]``, whose rows are dense, as :func:`nologits.screen.screen_rows` makes them."""
     batch, depth, device = *hidden.shape, hidden.device
     pitch = -(-depth // 16) * 16  # that the copy engine can address
-    packed = batch <= PACKED_ROWS
+    packed = ScreenedRows.packed(batch)
     parts = torch.empty(_box_rows(batch) if packed else 2 * batch, pitch, dtype=torch.int8, device=device)[:, :depth]
     scales = torch.empty(batch, 4, device=device)
-    words = torch.empty(num_words(batch), dtype=torch.int32, device=device)
+    words = torch.empty(ScreenedRows.num_words(batch), dtype=torch.int32, device=device)
     operand = (("OPERAND", '"bf16"' if hidden.dtype == torch.bfloat16 else '"f16"'),)
     kernel = load("screen_rows", "screen_rows", _ROW_THREADS, 0, operand, _index(device))
     with on_device(device):
