@@ -237,8 +237,9 @@ def test_a_draw_hands_the_fresh_copy_to_the_kernels(kernels):
     assert config == "config"
 
 
-def test_compiled_graphs_name_the_screen(monkeypatch):
-    """A graph draws with the screen of its head, and with none once that is another's."""
+@pytest.mark.parametrize("impl", ["hopper", "torch"])
+def test_compiled_graphs_name_the_screen(monkeypatch, impl):
+    """A graph draws with the screen of its head, where the implementation has a use for one."""
     hidden, weight = operands()
     head = nl.LMHead(weight, screen="int8")
     used = []
@@ -248,14 +249,34 @@ def test_compiled_graphs_name_the_screen(monkeypatch):
         return Samples(torch.zeros(source.batch, 1, dtype=torch.int64))
 
     monkeypatch.setattr(nl.ops, "implementation", lambda impl: sample)
+    monkeypatch.setattr(nl.api, "resolve", lambda impl, device: impl)
+    want = head.spec.screen if impl == "hopper" else None
     for backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
-        step = torch.compile(lambda x: head.sample(x * 2, nl.SamplingParams(seed=1)).tokens, fullgraph=True, backend=backend)
+        params = nl.SamplingParams(seed=1)
+        step = torch.compile(lambda x, p=params: head.sample(x * 2, p, impl=impl).tokens, fullgraph=True, backend=backend)
         step(hidden)
-        assert used.pop() is head.spec.screen
+        assert used.pop() is want
         weight.mul_(2)
         step(hidden)
-        assert used.pop() is head.spec.screen
+        assert used.pop() is want
+
+
+def test_a_graph_that_writes_to_the_weight_draws_from_what_it_wrote(hopper):
+    """To a compiler the written weight is another tensor, which has no screen; the next graph refreshes the head's."""
+    hidden, weight = operands()
+    head, params = nl.LMHead(weight, screen="int8"), nl.SamplingParams(temperature=0.0)
+    head.sample(hidden, params)
+    torch._dynamo.reset()
+
+    def step(x):
+        weight.mul_(-1)
+        return head.sample(x, params, impl="hopper").tokens
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        got = compiled(hidden)
+        assert torch.equal(got, nl.LMHead(weight).sample(hidden, params, impl="reference").tokens)
 
 
 def test_screened_draws_pass_opcheck():
@@ -275,8 +296,8 @@ def hopper(monkeypatch):
 
     def launch_screened(source, screen, states, rows, config):
         how.paths.append("screened")
-        temperature = rows.temperature
-        drawn = screened_draw(source.hidden, source.head, nl.SamplingParams(temperature, seed=rows.seed), screen, states)
+        params = nl.SamplingParams(rows.temperature, seed=rows.seed, position=rows.position)
+        drawn = screened_draw(source.hidden, source.head, params, screen, states)
         return Samples(drawn.tokens[:, None]), torch.zeros(1 + source.batch, dtype=torch.int32)
 
     def launch_draw(source, rows, processed, raw, config, num_top=0):

@@ -85,7 +85,7 @@ def run_hidden(
     """
     if torch.compiler.is_compiling():
         flat = (hidden, *_flatten_head(head), *_flatten(rows), num_samples, processed, raw, impl)
-        if head.screen is None:
+        if head.screen is None or impl != "hopper":
             return _as_samples(torch.ops.nologits.sample_hidden(*flat), processed, raw)
         return _as_samples(torch.ops.nologits.sample_screened(head.screen.key, *flat), processed, raw)
     source = make_source(hidden, head, impl)
