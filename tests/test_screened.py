@@ -309,6 +309,8 @@ def hopper(monkeypatch):
     stubs["nologits.kernels.screen_sm90"].launch_screened = launch_screened
     stubs["nologits.kernels.categorical_sm90"].launch_draw = launch_draw
     monkeypatch.setattr(nl, "hopper", None, raising=False)
+    monkeypatch.setattr(live_screen, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(live_screen, "LEAST_DEPTH", (0, 0))
     with mock.patch.dict(sys.modules, stubs):
         sys.modules.pop("nologits.hopper", None)
         importlib.import_module("nologits.hopper")
@@ -347,6 +349,20 @@ def test_more_rows_take_the_full_path(hopper):
     for rows in (hidden[:-1], hidden):
         assert torch.equal(head.sample(rows, params).tokens, nl.LMHead(weight).sample(rows, params, impl="reference").tokens)
     assert hopper.paths == ["screened", "full"]
+
+
+def test_auto_reads_a_screen_only_where_that_is_faster(hopper, monkeypatch):
+    monkeypatch.setattr(live_screen, "LEAST_DEPTH", (D, D + 1))
+    hidden, weight = operands(33)
+    head = nl.LMHead(weight, screen="int8")
+    params = nl.SamplingParams(seed=1)
+    for rows in (hidden[:32], hidden):
+        head.sample(rows, params)
+    monkeypatch.setattr(live_screen, "LEAST_WEIGHTS", V * D + 1)
+    head.sample(hidden[:1], params)
+    assert hopper.paths == ["screened", "full", "full"]
+    head.sample(hidden, params, impl="hopper")
+    assert hopper.paths[3:] == ["screened"]
 
 
 def test_an_update_takes_effect_at_the_next_draw(hopper, monkeypatch):

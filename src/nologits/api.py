@@ -97,6 +97,8 @@ def sample_head(
             _sample_shard(hidden, shard, params, num_samples, processed, raw, top_logprobs, impl, validate), num_samples, check
         )
     name = resolve(impl, hidden.device)
+    if impl == "auto" and head.screen is not None and not head.screen.pays(hidden.shape[0]):
+        head = head._replace(screen=None)
     rows = make_rows(params, hidden.shape[0], head.vocab_size, hidden.device)
     if hidden.shape[0] == 0 or num_samples == 0:
         drawn = _empty(hidden, num_samples, processed, raw)

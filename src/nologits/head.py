@@ -216,7 +216,7 @@ def _with_screen(spec: HeadSpec, screen: object) -> HeadSpec:
             "screen must be None for a weight made under torch.inference_mode, whose updates are not counted, got 'int8'"
         )
     live = LiveScreen(weight[: spec.vocab_size])
-    if not hopper_obstacle(weight.device) and spec.scale > 0 and weight.shape[1] <= MAX_DEPTH:
+    if not hopper_obstacle(weight.device) and spec.scale > 0 and weight.shape[1] <= MAX_DEPTH and live.pays(1):
         live.fresh()
     return spec._replace(screen=live)
 

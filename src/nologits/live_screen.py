@@ -22,6 +22,10 @@ from .types import Screen
 MAX_DEPTH = 1 << 16
 """D up to which products of int8 stay below 2^31."""
 
+LEAST_WEIGHTS, LEAST_DEPTH = 1 << 28, (2048, 4096)
+"""Of a head whose screened draws are faster than the full ones: its size, and its depth for up to 32 rows and for more. A small
+head is read in no more time than the steps around that take, and a token of few weights in no more than its noise."""
+
 _keys = itertools.count(1)
 _alive: WeakValueDictionary[int, LiveScreen] = WeakValueDictionary()
 
@@ -44,6 +48,11 @@ class LiveScreen:
     def stale(self) -> bool:
         """The copy is not made yet, or the weight has been written to since."""
         return self._copy is None or self._weight._version != self._version
+
+    def pays(self, batch: int) -> bool:
+        """A draw of ``batch`` rows is faster with it than without, as measured on an H200 (``docs/performance-log.md``)."""
+        vocab, depth = self._weight.shape
+        return vocab * depth >= LEAST_WEIGHTS and depth >= LEAST_DEPTH[batch > 32]
 
     @property
     def obstacle(self) -> str:

@@ -11,6 +11,10 @@ from torch import Tensor
 
 import nologits as nl
 
+from .. import screened
+from ..dispatch import hopper_obstacle
+from ..params import make_rows as make_rows_of
+from ..sources import HiddenSource
 from ..testing import compare_tokens
 from .cases import make_params
 from .decoder import SHAPES, Decoder, Shape
@@ -30,7 +34,7 @@ E2E_MODES = {
 """Temperature 0.6 alone, and with Qwen3's own filters."""
 
 DEFAULT_E2E_BATCHES = (1, 8, 32, 64, 128, 256)
-FLOOR, OURS = "decoder", "nologits"
+FLOOR, OURS, SCREENED = "decoder", "nologits", "nologits-screened"
 
 
 class Inputs(NamedTuple):
@@ -77,6 +81,16 @@ def _nologits(inputs: Inputs, mode: str) -> Call:
     return lambda: inputs.head.sample(inputs.hidden, inputs.params).tokens
 
 
+def _screened(inputs: Inputs, mode: str) -> Call:
+    head = nl.LMHead(inputs.head.spec.weight, screen="int8")
+    source = HiddenSource(inputs.hidden, head.spec)
+    rows = make_rows_of(inputs.params, source.batch, source.vocab, source.device)
+    reason = hopper_obstacle(source.device) or screened.obstacle(source, head.spec.screen, rows, 1, False, False, 0)
+    if reason:
+        raise SkipError(reason)
+    return lambda: head.sample(inputs.hidden, inputs.params, impl="hopper").tokens
+
+
 def _multinomial(inputs: Inputs, mode: str) -> Call:
     if E2E_MODES[mode].filtered:
         raise SkipError("it has no filters")
@@ -100,7 +114,8 @@ def _vllm(inputs: Inputs, mode: str) -> Call:
 
 
 SAMPLERS: dict[str, Callable[[Inputs, str], Call] | None] = {
-    FLOOR: None, OURS: _nologits, "multinomial-compiled": _multinomial, "flashinfer": _flashinfer, "vllm-qrita": _vllm,
+    FLOOR: None, OURS: _nologits, SCREENED: _screened,
+    "multinomial-compiled": _multinomial, "flashinfer": _flashinfer, "vllm-qrita": _vllm,
 }  # fmt: skip
 
 
@@ -148,4 +163,4 @@ def make_rows(cell: Cell, timings: dict[str, Timing], memory: dict[str, int], ce
     ]
 
 
-SUITE = Suite("e2e", {name: _provider(name) for name in SAMPLERS}, (OURS,), FLOOR, cells, StepGate, make_rows)
+SUITE = Suite("e2e", {name: _provider(name) for name in SAMPLERS}, (OURS, SCREENED), FLOOR, cells, StepGate, make_rows)

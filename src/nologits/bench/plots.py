@@ -55,6 +55,7 @@ TP_STYLES = {
 E2E_STYLES = {
     "decoder": ("#000000", "x"),
     **{name: FILTER_STYLES[name] for name in ("nologits", "vllm-qrita", "flashinfer")},
+    "nologits-screened": ("#009E73", "D"),
     "multinomial-compiled": HEAD_STYLES["multinomial-compiled"],
 }
 VLLM_STYLES = {"decoder": E2E_STYLES["decoder"], "nologits": E2E_STYLES["nologits"], "vllm": ("#0072B2", "^")}
