@@ -165,7 +165,8 @@ def test_more_candidates_than_there_is_room_for_take_the_full_path(draw):
 
 
 def test_the_bound_holds_and_is_needed(draw):
-    """Hidden states along a token's quantisation error come near the bound. The control: bounds of a sixteenth lose tokens."""
+    """Hidden states along a token's quantisation error come near the bound. The control: bounds of a sixteenth are found out, or
+    lose tokens (those of the specification, which checks nothing, do: ``test_screen.py``)."""
     weight, _ = operands(seed=3)
     screen = make_screen(weight)
     error = weight.double() - screen.scales[:V, None].double() * screen.weight.double()
@@ -198,13 +199,36 @@ def test_the_bound_holds_and_is_needed(draw):
         for seed in range(8):
             weight, hidden = operands(seed=seed, kind="near ties")
             head, params = nl.LMHead(weight), nl.SamplingParams(temperature=0.0)
-            wrong += int((draw(head, hidden, params)[0] != head.sample(hidden, params, impl="reference").tokens).sum())
+            tokens, left = draw(head, hidden, params)
+            wrong += int((tokens != head.sample(hidden, params, impl="reference").tokens).sum() + left[0])
         return wrong
 
     assert count_wrong() == 0
     for spoil in (shrink, stale):
         draw.how.spoil = spoil
         assert count_wrong() > 0
+
+
+def test_bytes_of_other_weights_are_noticed(draw):
+    """Not always: where only some weights changed, another token may pass for the winner."""
+    weight, hidden = operands(64)
+    head, params = nl.LMHead(weight), nl.SamplingParams(seed=torch.arange(64))
+    want = head.sample(hidden, params, impl="reference").tokens
+
+    def stale(rows):
+        def spoil(screen, states):
+            screen.weight[:rows] = screen.weight[:rows].roll(1, 0)
+
+        return spoil
+
+    draw.how.spoil = stale(V)
+    tokens, left = draw(head, hidden, params)
+    assert left[0] >= 60
+    assert (tokens != want).sum() <= 1
+    draw.how.spoil = stale(V // 2)
+    tokens, left = draw(head, hidden, params)
+    assert 0 < left[0] < 64
+    assert (tokens != want).sum() > 1
 
 
 @pytest.mark.parametrize("order", [1, 2])

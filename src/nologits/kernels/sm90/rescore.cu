@@ -2,7 +2,8 @@
 //
 // First a few with the largest upper scores: one of them is the winner as a rule, and its exact score is more than any certain one, so that
 // few others can still reach it. Rows that cannot be settled so are marked, for the kernels that read all weights: those with more
-// candidates than there is room for, and those with hidden states that are no numbers.
+// candidates than there is room for, those with numbers that are none, and those in which the bounds cannot be true, as a score lies above
+// its own or none reaches the one that was certain. Then the bytes are not those of these weights.
 //
 // Grid: rows, and blocks that share a row's candidates. Launched while the screen still runs; waits for it on the device.
 #define TURNS 1
@@ -81,6 +82,12 @@ __device__ __forceinline__ float transformed(const Params& p, float x, int row, 
     return x;  // what a mask hides is no candidate
 }
 
+// To the kernels that read all weights.
+__device__ __forceinline__ void leave(const Params& p, int row) {
+    p.left[1 + row] = 1;
+    atomicAdd(&p.left[0], 1u);
+}
+
 struct Scratch {
     Entry first[WARPS];       // the most promising candidates
     Candidate best[WARPS];
@@ -116,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rescore_tokens(const __gri
             wait_for_primary();
             const u32 gathered = p.gathered[row];
             if (gathered > CAPACITY || !(fabsf(p.row_scales[row].z) < infinity())) {
-                if (threadIdx.x == 0 && part == 0) p.left[1 + row] = 1, atomicAdd(&p.left[0], 1u);
+                if (threadIdx.x == 0 && part == 0) leave(p, row);
                 return;
             }
             count = gathered, reached = turned_back(p.floors[row]), mine = 0;
@@ -134,7 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rescore_tokens(const __gri
             if (mine) {
                 const int id = id_of_entry(mine), at = id - first_id(p);
                 const float product = dot(state, operands.weight + (at - (SHARD ? p.skip : 0)) * operands.stride_weight * 2, p.D);
-                keep_better(best, winner_of(make_float2(transformed(p, product, row, at), __int_as_float(id)), stream, spread));
+                Candidate candidate = winner_of(make_float2(transformed(p, product, row, at), __int_as_float(id)), stream, spread);
+                if (pass == 1 && candidate.order > key_of_entry(mine)) candidate.order = NAN_ORDER;
+                keep_better(best, candidate);
             }
             if (listed) {
                 next += WARPS;
@@ -168,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rescore_tokens(const __gri
     if (atomicAdd(&p.rescored[row], 1u) != parts - 1) return;
     const Entry winner = atomicMax(&p.exact_winners[row], static_cast<Entry>(0));
     const int order = key_of_entry(winner);
-    const bool valid = order > score_order(-infinity()) && order != NAN_ORDER && possible(temperature);
+    if (order == NAN_ORDER || order < turned_back(p.floors[row])) return leave(p, row);
+    const bool valid = order > score_order(-infinity()) && possible(temperature);
     p.tokens[row] = valid ? static_cast<i64>(static_cast<u32>(id_of_entry(winner))) : -1;
 }
