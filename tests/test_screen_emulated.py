@@ -165,8 +165,8 @@ def test_more_candidates_than_there_is_room_for_take_the_full_path(draw):
 
 
 def test_the_bound_holds_and_is_needed(draw):
-    """Hidden states along a token's quantisation error come near the bound. The control: bounds of a sixteenth are found out, or
-    lose tokens (those of the specification, which checks nothing, do: ``test_screen.py``)."""
+    """Hidden states along a token's quantisation error come near the bound. The control: bounds of a sixteenth are found out,
+    or lose tokens (those of the specification, which checks nothing, do: ``test_screen.py``)."""
     weight, _ = operands(seed=3)
     screen = make_screen(weight)
     error = weight.double() - screen.scales[:V, None].double() * screen.weight.double()
