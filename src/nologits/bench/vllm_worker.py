@@ -7,6 +7,7 @@ methods of :class:`Extension` to it. Whoever has the engine calls them with ``co
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -28,8 +29,8 @@ register()  # as vLLM does where nologits is installed; this may be a tree that 
 offer_random_weights()
 
 
-Step = tuple[float, int, int]
-"""When a forward pass began, in seconds, its requests and its tokens."""
+Step = tuple[float, int, int, float]
+"""When a step began, in seconds, its requests and its tokens, and for how many seconds the host was at it."""
 
 
 class Drawn(NamedTuple):
@@ -73,6 +74,7 @@ class Extension:
             self._bench.enter_context(_drawing(_keeping(self._bench_kept)))
         self._bench.enter_context(_stamped(self.model_runner, self._bench_steps))
         reset_counters()
+        gc.collect()  # what the generation before left, whoever drew it
 
     def bench_end(self) -> dict[str, Any]:
         """``steps``: each a :data:`Step`; ``counters``: the plugin's."""
@@ -140,18 +142,28 @@ DRAWERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {FLOOR: _headles
 
 @contextlib.contextmanager
 def _stamped(runner: Any, steps: list[Step]) -> Iterator[None]:
-    """Notes each forward pass."""
-    execute = runner.execute_model
+    """Notes each step: its forward pass, and the sampling that vLLM asks for afterwards."""
+    execute, sample = runner.execute_model, runner.sample_tokens
 
-    def stamped(scheduled: Any, *rest: Any, **named: Any) -> Any:
-        steps.append((time.perf_counter(), len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens))
-        return execute(scheduled, *rest, **named)
+    def executed(scheduled: Any, *rest: Any, **named: Any) -> Any:
+        begin, tokens = time.perf_counter(), scheduled.num_scheduled_tokens
+        done = execute(scheduled, *rest, **named)
+        steps.append((begin, len(tokens), scheduled.total_num_scheduled_tokens, time.perf_counter() - begin))
+        return done
 
-    runner.execute_model = stamped
+    def sampled(*given: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        done = sample(*given, **named)
+        if steps:
+            start, requests, tokens, seconds = steps[-1]
+            steps[-1] = (start, requests, tokens, seconds + time.perf_counter() - begin)
+        return done
+
+    runner.execute_model, runner.sample_tokens = executed, sampled
     try:
         yield
     finally:
-        del runner.execute_model  # the method is the class's
+        del runner.execute_model, runner.sample_tokens  # the methods are the class's
 
 
 def _filters(sampler: Any) -> str:

@@ -117,7 +117,7 @@ class Counters:
 
     def step(self, taken: int, reasons: Reasons) -> list[str]:
         """Counts one step: ``taken`` rows, and the others by their reasons. Returns the reasons that are new."""
-        counted = +Counter(reasons)
+        counted = +Counter(reasons) if reasons else Counter()
         with self._lock:
             self._steps += 1
             self._taken += taken
