@@ -249,7 +249,7 @@ def capture(call):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_an_engines_steady_step_copies_nothing_and_waits_for_nothing(weight, alike):
-    """The plugins' draw of the same rows, one position further: no parameter is sent, and the tokens are those of a draw alone."""
+    """The plugins' draw of the same rows, one position further: no parameter is sent; the tokens are those of a draw alone."""
     count, keys = 64, Keys(0)
     asked = [Request(temperature=0.7, top_k=20 if alike else 20 + place, top_p=0.95) for place in range(count)]
     batch = Batch([make_row(request, V, keys) for request in asked], V, weight.device)

@@ -117,7 +117,7 @@ def sample_rows(hidden: Tensor, head: HeadSpec, rows: RowParams, processed: bool
         ValueError: ``hidden`` does not fit the head or the rows.
     """
     check_hidden(hidden, head)
-    if rows.seed is None or len(rows.seed) != hidden.shape[0]:
+    if rows.seed is None or rows.seed.shape[0] != hidden.shape[0]:
         raise ValueError(f"rows must have a seed for each of {hidden.shape[0]} hidden states")
     return ops.run_hidden(hidden.detach(), head, rows, 1, processed, False, impl).squeeze()
 

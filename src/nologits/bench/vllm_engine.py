@@ -55,10 +55,12 @@ class Times(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """One generation: the times of its steady steps, and the plugin's counters over all its steps."""
+    """One generation: the times of its steady steps, and over all its steps the plugin's counters and the microseconds of the
+    worker's garbage collections."""
 
     times: Times
     counters: dict[str, Any]
+    gc_us: float = 0.0
 
 
 class Engine:
@@ -111,7 +113,7 @@ class Engine:
             RuntimeError: there were too few steps with every request to tell their time.
         """
         told = self._generate(batch, mode, who)
-        return Decoded(step_times(told["steps"], batch), told["counters"])
+        return Decoded(step_times(told["steps"], batch), told["counters"], told["gc"] * 1e6)
 
     def warm_up(self, batch: int, mode: Mode) -> float | None:
         """Reads the prompts into the cache, where all later generations find them, and checks the plugin's last draw.

@@ -93,7 +93,7 @@ def make_rows(shape: Shape, batch: int, mode: str, measured: dict[str, list[Deco
     """The rows of one cell: medians over generations, and who drew.
 
     ``taken_share`` is the share of the cell's rows that did without logits, ``fallbacks`` says why others did not;
-    ``middle_us``, ``longest_us`` and ``host_us`` are those of :class:`Times`.
+    ``middle_us``, ``longest_us`` and ``host_us`` are those of :class:`Times`, ``gc_us`` that of the generation with the most.
     """
     timings = {name: summary([one.times.us for one in generations], True) for name, generations in measured.items()}
     return [_row(shape, batch, mode, name, timings, generations) for name, generations in measured.items()]
@@ -113,6 +113,7 @@ def _row(shape: Shape, batch: int, mode: str, name: str, timings: dict[str, Timi
         "middle_us": round(median(one.times.middle_us for one in generations), 1),
         "longest_us": round(max(one.times.longest_us for one in generations), 1),
         "host_us": round(median(one.times.host_us for one in generations), 1),
+        "gc_us": round(max(one.gc_us for one in generations), 1),
         "taken_share": round(taken, 4),
         "fallbacks": "; ".join(reasons),
         "errors": sum(one["errors"] for one in counters),

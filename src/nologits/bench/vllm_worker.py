@@ -69,17 +69,19 @@ class Extension:
         self._bench = ExitStack()
         self._bench_steps: list[Step] = []
         self._bench_kept: list[Drawn] = []
+        self._bench_pauses: list[float] = []
         self._bench.enter_context(DRAWERS[who]())
         if keep:
             self._bench.enter_context(_drawing(_keeping(self._bench_kept)))
         self._bench.enter_context(_stamped(self.model_runner, self._bench_steps))
         reset_counters()
         gc.collect()  # what the generation before left, whoever drew it
+        self._bench.enter_context(_collections(self._bench_pauses))
 
     def bench_end(self) -> dict[str, Any]:
-        """``steps``: each a :data:`Step`; ``counters``: the plugin's."""
+        """``steps``: each a :data:`Step`; ``gc``: the seconds of Python's garbage collections; ``counters``: the plugin's."""
         self._bench.close()
-        return {"steps": self._bench_steps, "counters": counters()}
+        return {"steps": self._bench_steps, "gc": sum(self._bench_pauses), "counters": counters()}
 
     def bench_check(self, position: int) -> float | None:
         """The standard deviation of the logits behind the draw that stayed, checked; ``None`` if the plugin drew nothing."""
@@ -164,6 +166,24 @@ def _stamped(runner: Any, steps: list[Step]) -> Iterator[None]:
         yield
     finally:
         del runner.execute_model, runner.sample_tokens  # the methods are the class's
+
+
+@contextlib.contextmanager
+def _collections(pauses: list[float]) -> Iterator[None]:
+    """Notes how many seconds each of this process's garbage collections takes."""
+    begun = [0.0]
+
+    def noted(phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            begun[0] = time.perf_counter()
+        else:
+            pauses.append(time.perf_counter() - begun[0])
+
+    gc.callbacks.append(noted)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(noted)
 
 
 def _filters(sampler: Any) -> str:
