@@ -2,12 +2,17 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import nologits as nl
 from nologits import fused
 from nologits.dispatch import hopper_obstacle
+from nologits.integrations.drawing import draw
+from nologits.integrations.eligibility import Request
+from nologits.integrations.rows import Batch, Keys, make_row
 from nologits.kernels.config import TileConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -240,3 +245,25 @@ def capture(call):
     with torch.cuda.graph(graph):
         out = call()
     return graph, out
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_an_engines_steady_step_copies_nothing_and_waits_for_nothing(weight, alike):
+    """The plugins' draw of the same rows, one position further: no parameter is sent; the tokens are those of a draw alone."""
+    count, keys = 64, Keys(0)
+    asked = [Request(temperature=0.7, top_k=20 if alike else 20 + place, top_p=0.95) for place in range(count)]
+    batch = Batch([make_row(request, V, keys) for request in asked], V, weight.device)
+    hidden, head = hidden_of(count), nl.LMHead(weight)
+    positions = np.full(count, 7)
+    draw(head, hidden, batch, positions, None, "raw_logprobs")
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            drawn = draw(head, hidden, batch, positions + 1, None, "raw_logprobs")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    names = [event.name for event in seen.events()]
+    assert not [name for name in names if "Memcpy HtoD" in name or "Pageable" in name or "aten::pin_memory" in name]
+    assert torch.equal(drawn.tokens, head.sample(hidden, batch.params(positions + 1)).tokens)

@@ -111,6 +111,19 @@ def sample_head(
     return _with_top(drawn, lambda some: ops.run_top(source, some, top_logprobs, name), rows, processed, raw)
 
 
+def sample_rows(hidden: Tensor, head: HeadSpec, rows: RowParams, processed: bool, impl: str) -> Samples:
+    """One draw a row, as :func:`sample_head`, for engines that draw from the same rows at step after step: ``rows`` were made
+    for this head's vocabulary, and ``impl`` is resolved.
+
+    Raises:
+        ValueError: ``hidden`` does not fit the head or the rows.
+    """
+    check_hidden(hidden, head)
+    if rows.seed is None or rows.seed.shape[0] != hidden.shape[0]:
+        raise ValueError(f"rows must have a seed for each of {hidden.shape[0]} hidden states")
+    return ops.run_hidden(hidden.detach(), head, rows, 1, processed, False, impl).squeeze()
+
+
 def _sample_shard(
     hidden: Tensor,
     shard: Shard,

@@ -22,7 +22,7 @@ COLUMNS = {
     "head": ("B", "provider", "us", "p20-p80", "GB/s", "% of read", "x matmul", "extra memory", "speed-up"),
     **dict.fromkeys(("filters", "qrita"), ("B", "provider", "us", "p20-p80", "GB/s", "x amax", "extra memory", "speed-up")),
     "e2e": ("B", "provider", "us", "p20-p80", "x decoder", "extra memory", "speed-up"),
-    "vllm": ("B", "provider", "us", "p20-p80", "x decoder", "taken", "speed-up"),
+    "vllm": ("B", "provider", "us", "p20-p80", "x decoder", "host us", "taken", "speed-up"),
     "tp": ("B", "provider", "us", "p20-p80", "x matmul", "bytes a row", "extra memory", "speed-up"),
 }
 """Of a suite's tables, by its stem. An unknown suite gets the head's."""
@@ -120,6 +120,7 @@ def _texts(row: Row) -> dict[str, str]:
         "x decoder": _number(row.get("ratio_to_decoder"), ".3f"),
         "x amax": _number(row.get("ratio_to_amax"), ".2f"),
         "bytes a row": _number(row.get("bytes_per_row"), ",d"),
+        "host us": _number(row.get("host_us"), ".0f"),
         "taken": _number(row.get("taken_share"), ".0%") + (" !" if row.get("fallbacks") or row.get("errors") else ""),
         "extra memory": "" if memory is None else megabytes(memory),
         "speed-up": _number(row.get("speedup"), ".2f", "x"),

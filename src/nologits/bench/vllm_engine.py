@@ -10,6 +10,7 @@ import gc
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +37,30 @@ _MEMORY_SHARE = 0.4
 """Of a GPU's memory: the 8B model and the cache of 256 sequences fit into that much of an H200 (141 GB)."""
 
 
-class Decoded(NamedTuple):
-    """One generation: microseconds per output token of its steady steps, and the plugin's counters over all its steps."""
+class Times(NamedTuple):
+    """Microseconds of one generation's steady steps.
+
+    Attributes:
+        us: from one step to the next, the mean: the time of an output token.
+        middle_us: the median. Where ``us`` is far above it, some steps waited.
+        longest_us: the longest.
+        host_us: the median of what the worker's host spends on a step, the forward pass's launch to the sampler's. Where that
+            and the scheduler's work take longer than the device, the device waits.
+    """
 
     us: float
+    middle_us: float
+    longest_us: float
+    host_us: float
+
+
+class Decoded(NamedTuple):
+    """One generation: the times of its steady steps, and over all its steps the plugin's counters and the microseconds of the
+    worker's garbage collections."""
+
+    times: Times
     counters: dict[str, Any]
+    gc_us: float = 0.0
 
 
 class Engine:
@@ -93,7 +113,7 @@ class Engine:
             RuntimeError: there were too few steps with every request to tell their time.
         """
         told = self._generate(batch, mode, who)
-        return Decoded(step_time(told["steps"], batch), told["counters"])
+        return Decoded(step_times(told["steps"], batch), told["counters"], told["gc"] * 1e6)
 
     def warm_up(self, batch: int, mode: Mode) -> float | None:
         """Reads the prompts into the cache, where all later generations find them, and checks the plugin's last draw.
@@ -117,6 +137,7 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _generate(self, batch: int, mode: Mode, who: str, keep: bool = False) -> dict[str, Any]:
+        gc.collect()  # what the generation before left, whoever drew it
         self._call("bench_begin", who, keep)
         self._llm.generate(self._prompts(batch), _parameters(mode), use_tqdm=False)
         told: dict[str, Any] = self._call("bench_end")
@@ -135,25 +156,25 @@ class Engine:
         return [{"prompt_token_ids": row} for row in tokens.tolist()]
 
 
-def step_time(steps: Sequence[tuple[float, int, int]], batch: int) -> float:
-    """Microseconds from one step to the next while all ``batch`` requests decode: the mean without the first few.
+def step_times(steps: Sequence[tuple[float, int, int, float]], batch: int) -> Times:
+    """The times of the steps in which all ``batch`` requests decode, without the first few.
 
     Args:
-        steps: of each when it began, in seconds, its requests and its tokens.
+        steps: of each when it began, in seconds, its requests and its tokens, and for how many seconds the host was at it.
         batch: the requests.
 
     Raises:
         RuntimeError: there are too few such steps.
     """
-    full = [requests == tokens == batch for _, requests, tokens in steps]
-    gaps = [after[0] - before[0] for (before, after), whole in zip(pairwise(steps), pairwise(full), strict=True) if all(whole)][
-        _SETTLING:
-    ]
+    full = [requests == tokens == batch for _, requests, tokens, _ in steps]
+    pairs = [pair for pair, whole in zip(pairwise(steps), pairwise(full), strict=True) if all(whole)][_SETTLING:]
+    gaps = [after[0] - before[0] for before, after in pairs]
     if len(gaps) < _FEWEST_STEPS:
         raise RuntimeError(
             f"only {len(gaps)} of {len(steps)} steps had {batch} requests that decode, {_FEWEST_STEPS} are needed"
         )
-    return sum(gaps) / len(gaps) * 1e6
+    parts = (mean(gaps), median(gaps), max(gaps), median(before[3] for before, _ in pairs))
+    return Times(*(part * 1e6 for part in parts))
 
 
 def _parameters(mode: Mode) -> Any:

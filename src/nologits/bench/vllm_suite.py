@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import permutations
+from statistics import median
 
 import torch
 
@@ -73,22 +75,27 @@ def _tell(record: Record, note: Callable[[str], None], case: str, text: str) -> 
 
 
 def measure(engine: Engine, batch: int, mode: str, plan: Plan) -> dict[str, list[Decoded]]:
-    """``plan.repeats`` generations of each provider, in turn; one more of each goes before, in which kernels are compiled."""
+    """``plan.repeats`` generations of each provider, in turn; one more of each goes before, in which kernels are compiled.
+
+    Each turn has another order: none comes always after the same one.
+    """
     out: dict[str, list[Decoded]] = {name: [] for name in plan.providers}
+    orders = list(permutations(out))
     for repeat in range(plan.repeats + 1):
-        for name, generations in out.items():
+        for name in orders[repeat % len(orders)]:
             done = engine.decode(batch, E2E_MODES[mode], name)
             if repeat:
-                generations.append(done)
+                out[name].append(done)
     return out
 
 
 def make_rows(shape: Shape, batch: int, mode: str, measured: dict[str, list[Decoded]]) -> list[Row]:
     """The rows of one cell: medians over generations, and who drew.
 
-    ``taken_share`` is the share of the cell's rows that did without logits, ``fallbacks`` says why others did not.
+    ``taken_share`` is the share of the cell's rows that did without logits, ``fallbacks`` says why others did not;
+    ``middle_us``, ``longest_us`` and ``host_us`` are those of :class:`Times`, ``gc_us`` that of the generation with the most.
     """
-    timings = {name: summary([one.us for one in generations], True) for name, generations in measured.items()}
+    timings = {name: summary([one.times.us for one in generations], True) for name, generations in measured.items()}
     return [_row(shape, batch, mode, name, timings, generations) for name, generations in measured.items()]
 
 
@@ -103,6 +110,10 @@ def _row(shape: Shape, batch: int, mode: str, name: str, timings: dict[str, Timi
     return dict(zip(ROW_KEYS, values, strict=True)) | {
         "ratio_to_decoder": None if ratio is None else round(ratio, 3),
         "speedup": None if speedup is None else round(speedup, 3),
+        "middle_us": round(median(one.times.middle_us for one in generations), 1),
+        "longest_us": round(max(one.times.longest_us for one in generations), 1),
+        "host_us": round(median(one.times.host_us for one in generations), 1),
+        "gc_us": round(max(one.gc_us for one in generations), 1),
         "taken_share": round(taken, 4),
         "fallbacks": "; ".join(reasons),
         "errors": sum(one["errors"] for one in counters),

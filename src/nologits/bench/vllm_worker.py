@@ -7,6 +7,7 @@ methods of :class:`Extension` to it. Whoever has the engine calls them with ``co
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -28,8 +29,8 @@ register()  # as vLLM does where nologits is installed; this may be a tree that 
 offer_random_weights()
 
 
-Step = tuple[float, int, int]
-"""When a forward pass began, in seconds, its requests and its tokens."""
+Step = tuple[float, int, int, float]
+"""When a step began, in seconds, its requests and its tokens, and for how many seconds the host was at it."""
 
 
 class Drawn(NamedTuple):
@@ -68,16 +69,19 @@ class Extension:
         self._bench = ExitStack()
         self._bench_steps: list[Step] = []
         self._bench_kept: list[Drawn] = []
+        self._bench_pauses: list[float] = []
         self._bench.enter_context(DRAWERS[who]())
         if keep:
             self._bench.enter_context(_drawing(_keeping(self._bench_kept)))
         self._bench.enter_context(_stamped(self.model_runner, self._bench_steps))
         reset_counters()
+        gc.collect()  # what the generation before left, whoever drew it
+        self._bench.enter_context(_collections(self._bench_pauses))
 
     def bench_end(self) -> dict[str, Any]:
-        """``steps``: each a :data:`Step`; ``counters``: the plugin's."""
+        """``steps``: each a :data:`Step`; ``gc``: the seconds of Python's garbage collections; ``counters``: the plugin's."""
         self._bench.close()
-        return {"steps": self._bench_steps, "counters": counters()}
+        return {"steps": self._bench_steps, "gc": sum(self._bench_pauses), "counters": counters()}
 
     def bench_check(self, position: int) -> float | None:
         """The standard deviation of the logits behind the draw that stayed, checked; ``None`` if the plugin drew nothing."""
@@ -140,18 +144,46 @@ DRAWERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {FLOOR: _headles
 
 @contextlib.contextmanager
 def _stamped(runner: Any, steps: list[Step]) -> Iterator[None]:
-    """Notes each forward pass."""
-    execute = runner.execute_model
+    """Notes each step: its forward pass, and the sampling that vLLM asks for afterwards."""
+    execute, sample = runner.execute_model, runner.sample_tokens
 
-    def stamped(scheduled: Any, *rest: Any, **named: Any) -> Any:
-        steps.append((time.perf_counter(), len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens))
-        return execute(scheduled, *rest, **named)
+    def executed(scheduled: Any, *rest: Any, **named: Any) -> Any:
+        begin, tokens = time.perf_counter(), scheduled.num_scheduled_tokens
+        done = execute(scheduled, *rest, **named)
+        steps.append((begin, len(tokens), scheduled.total_num_scheduled_tokens, time.perf_counter() - begin))
+        return done
 
-    runner.execute_model = stamped
+    def sampled(*given: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        done = sample(*given, **named)
+        if steps:
+            start, requests, tokens, seconds = steps[-1]
+            steps[-1] = (start, requests, tokens, seconds + time.perf_counter() - begin)
+        return done
+
+    runner.execute_model, runner.sample_tokens = executed, sampled
     try:
         yield
     finally:
-        del runner.execute_model  # the method is the class's
+        del runner.execute_model, runner.sample_tokens  # the methods are the class's
+
+
+@contextlib.contextmanager
+def _collections(pauses: list[float]) -> Iterator[None]:
+    """Notes how many seconds each of this process's garbage collections takes."""
+    begun = [0.0]
+
+    def noted(phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            begun[0] = time.perf_counter()
+        else:
+            pauses.append(time.perf_counter() - begun[0])
+
+    gc.callbacks.append(noted)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(noted)
 
 
 def _filters(sampler: Any) -> str:

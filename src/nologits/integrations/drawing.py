@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import likelihood
-from ..dispatch import resolve
+from ..api import sample_rows
 from ..head import LMHead
 from ..ops import make_source, run_top
-from ..params import RowParams, SamplingParams, make_rows
-from ..types import TopTokens
+from ..params import RowParams
+from ..types import Samples, TopTokens
 from .rows import Batch
 
 
@@ -43,25 +43,35 @@ def draw(
         positions, grammar: of this step, as for :meth:`Batch.params`.
         logprobs_mode: one of ``eligibility.LOGPROBS_MODES``; they are made if a row of ``batch`` asks for them.
     """
-    params = batch.params(positions, grammar)
     processed = logprobs_mode == "processed_logprobs"
     wanted = batch.num_top is not None
-    out = head.sample(hidden, params, logprobs="processed" if wanted and processed else False)
+    out = _sample(head, hidden, batch, positions, grammar, wanted and processed)
     # A row without a finite logit has no token. Engines index with it, so it gets an id that exists, as from their own argmax.
     tokens = out.tokens.clamp(min=0)
     if not wanted:
         return Drawn(tokens)
-    rows = _scored_rows(batch, params, grammar, processed, hidden)
+    rows = batch.told(processed, grammar)
     logprob, ranks = _score(head, hidden, rows, tokens)
     if processed and out.logprobs is not None and rows.filtered:
         # Under filters the drawn token's share is that of the kept set. A greedy row has no filters.
         logprob = torch.where(batch.greedy, logprob, out.logprobs)
     ids, logprobs = tokens[:, None], logprob[:, None]
     if batch.num_top:
-        top = _top(head, hidden, rows, batch.num_top)
+        top = _top(head, hidden, rows, batch)
         ids = torch.cat((ids, _with_others(tokens, top.ids, batch.vocab_size)), dim=1)
         logprobs = torch.cat((logprobs, top.logprobs), dim=1)
     return Drawn(tokens, ids, logprobs, ranks)
+
+
+def _sample(
+    head: LMHead, hidden: Tensor, batch: Batch, positions: Any, grammar: dict[int, Any] | None, logprobs: bool
+) -> Samples:
+    """As :meth:`nologits.LMHead.sample`, whose checks of parameters are done once a batch."""
+    if head.shard is not None:
+        return head.sample(hidden, batch.params(positions, grammar), logprobs="processed" if logprobs else False)
+    if head.vocab_size != batch.vocab_size:
+        raise ValueError(f"batch must be of the head's {head.vocab_size} tokens, got {batch.vocab_size}")
+    return sample_rows(hidden, head.spec, batch.drawn(positions, grammar), logprobs, batch.impl)
 
 
 def _with_others(tokens: Tensor, top: Tensor, vocab_size: int) -> Tensor:
@@ -75,29 +85,6 @@ def _with_others(tokens: Tensor, top: Tensor, vocab_size: int) -> Tensor:
     return torch.where(missing, others.gather(1, place), top)
 
 
-def _scored_rows(
-    batch: Batch, params: SamplingParams, grammar: dict[int, Any] | None, processed: bool, hidden: Tensor
-) -> RowParams:
-    """The distribution whose log-probabilities are told: engines tell a greedy row's at temperature 1."""
-    if processed:
-        temperature: Any = batch.temperature
-        if isinstance(temperature, Tensor):
-            temperature = torch.where(temperature == 0, 1.0, temperature)
-        elif temperature == 0:
-            temperature = 1.0
-        told = SamplingParams(
-            temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            logit_bias=params.logit_bias,
-            allowed_tokens=params.allowed_tokens,
-        )
-    else:
-        told = SamplingParams(allowed_tokens=batch.grammar_only(grammar))
-    return make_rows(told, hidden.shape[0], batch.vocab_size, hidden.device, noise=False)
-
-
 def _score(head: LMHead, hidden: Tensor, rows: RowParams, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probability and rank of each row's token, as :func:`nologits.likelihood.score`."""
     if head.shard is None:
@@ -107,10 +94,10 @@ def _score(head: LMHead, hidden: Tensor, rows: RowParams, tokens: Tensor) -> tup
     return sharded.score(head.shard, hidden, rows, tokens)
 
 
-def _top(head: LMHead, hidden: Tensor, rows: RowParams, count: int) -> TopTokens:
+def _top(head: LMHead, hidden: Tensor, rows: RowParams, batch: Batch) -> TopTokens:
+    assert batch.num_top is not None
     if head.shard is None:
-        impl = resolve("auto", hidden.device)
-        return run_top(make_source(hidden, head.spec, impl), rows, count, impl)
+        return run_top(make_source(hidden, head.spec, batch.impl), rows, batch.num_top, batch.impl)
     from .. import sharded
 
-    return sharded.top_tokens(head.shard, hidden, rows, count)
+    return sharded.top_tokens(head.shard, hidden, rows, batch.num_top)

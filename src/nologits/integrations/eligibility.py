@@ -94,6 +94,10 @@ def _logprobs_obstacle(request: Request, mode: str) -> str:
     return ""
 
 
+Reasons = Iterable[str] | Mapping[str, int]
+"""Why an engine draws rows: a reason for each, or how many rows have which."""
+
+
 class Counters:
     """Rows by what became of them, summed over steps. Any thread may read while another counts.
 
@@ -111,16 +115,14 @@ class Counters:
             self._steps, self._taken, self._errors = 0, 0, 0
             self._fallbacks: Counter[str] = Counter()
 
-    def step(self, taken: int, reasons: Iterable[str]) -> list[str]:
-        """Counts one step: ``taken`` rows, and a reason for each other row. Returns the reasons that are new."""
+    def step(self, taken: int, reasons: Reasons) -> list[str]:
+        """Counts one step: ``taken`` rows, and the others by their reasons. Returns the reasons that are new."""
+        counted = +Counter(reasons) if reasons else Counter()
         with self._lock:
             self._steps += 1
             self._taken += taken
-            new = []
-            for reason in reasons:
-                if reason not in self._fallbacks:
-                    new.append(reason)
-                self._fallbacks[reason] += 1
+            new = [reason for reason in counted if reason not in self._fallbacks]
+            self._fallbacks.update(counted)
             return new
 
     def error(self) -> None:
@@ -128,15 +130,15 @@ class Counters:
         with self._lock:
             self._errors += 1
 
-    def planned(self, taken: int, reasons: Iterable[str], what: str = "requests") -> None:
+    def planned(self, taken: int, reasons: Reasons, what: str = "requests") -> None:
         """Counts a step that went as planned, as :meth:`step`, and logs the reasons that are new."""
         for reason in self.step(taken, reasons):
             self._logger.info("nologits: %s draws %s with: %s", self._engine, what, reason)
 
-    def failed(self, rows: int, reasons: Sequence[str] = ()) -> None:
+    def failed(self, rows: int, reasons: Reasons = ()) -> None:
         """Counts and logs a step whose ``rows`` failed here; to be called while its exception is handled."""
         self.error()
-        self.step(0, ["error in nologits"] * rows + list(reasons))
+        self.step(0, Counter({"error in nologits": rows}) + Counter(reasons))
         self._logger.exception("nologits: a step failed and is done by %s", self._engine)
 
     def snapshot(self) -> dict[str, Any]:

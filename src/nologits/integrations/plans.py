@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +23,13 @@ class Plan(NamedTuple):
         taken: numpy ``[N]``: the rows drawn from hidden states, ascending.
         places: the same on the device; ``None`` if it is every row.
         batch: their parameters; ``None`` if there are none.
-        reasons: one for each row that the engine draws.
+        reasons: how many rows the engine draws for which reason.
     """
 
     taken: Any
     places: Tensor | None
     batch: Batch | None
-    reasons: tuple[str, ...]
+    reasons: Mapping[str, int]
 
     @property
     def whole(self) -> bool:
@@ -59,5 +61,5 @@ def make_plan(entries: list[Entry], vocab_size: int, device: torch.device) -> Pl
         taken,
         None if whole or not rows else to_device(taken, device),
         Batch(rows, vocab_size, device) if rows else None,
-        tuple(entry for entry in entries if isinstance(entry, str)),
+        Counter(entry for entry in entries if isinstance(entry, str)),
     )

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..params import SamplingParams
+from ..dispatch import resolve
+from ..params import RowParams, SamplingParams, make_rows
 from .eligibility import Request
 
 _WORD = 2**64
@@ -54,12 +55,36 @@ def make_row(request: Request, vocab_size: int, keys: Keys) -> Row:
     return Row(request, key, allowed)
 
 
+class Positions:
+    """The positions of a batch's rows on a device. Where all are one more than at the step before, the device adds it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: Any = None
+        self._tensor = torch.empty(0, dtype=torch.int64)
+
+    def at(self, positions: Any) -> Tensor:
+        """int64 ``[B]`` on the device, of integers ``[B]`` on the host. No tensor that it gave is written to later."""
+        positions = np.array(positions, dtype=np.int64)
+        if self._known is None or not np.array_equal(positions, self._known):
+            goes_on = self._known is not None and np.array_equal(positions, self._known + 1)
+            self._tensor = self._tensor + 1 if goes_on else to_device(positions, self._device)
+            self._known = positions
+        return self._tensor
+
+
 class Batch:
-    """The rows of a batch as tensors on a device; only positions and grammars change from step to step."""
+    """The rows of a batch as tensors on a device; only positions and grammars change from step to step.
+
+    ``impl`` is the implementation that draws them.
+    """
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         self.rows = tuple(rows)
-        self.vocab_size, self.device = vocab_size, device
+        self.vocab_size, self.device, self.impl = vocab_size, device, resolve("auto", device)
+        self._positions = Positions(device)
+        self._drawn: RowParams | None = None
+        self._told: dict[bool, RowParams] = {}
         self._words = -(-vocab_size // 32)
         requests = [row.request for row in rows]
         greedy = [request.temperature == 0 for request in requests]
@@ -90,10 +115,40 @@ class Batch:
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
-            position=to_device(np.asarray(positions, dtype=np.int64), self.device),
+            position=self._positions.at(positions),
             logit_bias=self.bias,
             allowed_tokens=self.allowed(grammar),
         )
+
+    def drawn(self, positions: Any, grammar: dict[int, Any] | None = None) -> RowParams:
+        """What ``make_rows`` makes of :meth:`params`: checked once, for all further steps."""
+        if self._drawn is None:
+            self._drawn = self._made(self.params(positions), noise=True)
+        rows = self._drawn._replace(position=self._positions.at(positions))
+        return rows._replace(allowed=self.allowed(grammar)) if grammar else rows
+
+    def told(self, processed: bool, grammar: dict[int, Any] | None = None) -> RowParams:
+        """The distribution whose log-probabilities are told: the ``processed`` one, of greedy rows at temperature 1 as engines
+        do, or the model's own after the grammar."""
+        if processed not in self._told:
+            self._told[processed] = self._made(self._told_params() if processed else SamplingParams(), noise=False)
+        rows = self._told[processed]
+        if not grammar:
+            return rows
+        return rows._replace(allowed=self.allowed(grammar) if processed else self.grammar_only(grammar))
+
+    def _told_params(self) -> SamplingParams:
+        temperature: Any = self.temperature
+        if isinstance(temperature, Tensor):
+            temperature = torch.where(temperature == 0, 1.0, temperature)
+        elif temperature == 0:
+            temperature = 1.0
+        return SamplingParams(
+            temperature, self.top_k, self.top_p, self.min_p, logit_bias=self.bias, allowed_tokens=self._on_device
+        )
+
+    def _made(self, params: SamplingParams, noise: bool) -> RowParams:
+        return make_rows(params, len(self.rows), self.vocab_size, self.device, noise)
 
     def allowed(self, grammar: dict[int, Any] | None) -> Tensor | None:
         """The bitmask ``[B, ceil(V / 32)]`` of a step; ``None`` if every row may draw every token."""

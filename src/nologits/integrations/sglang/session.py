@@ -78,4 +78,4 @@ class Session:
 
 def refused(rows: int, reason: str) -> None:
     """Counts a step of which nothing can be taken."""
-    COUNTERS.planned(0, [reason] * rows, "batches")
+    COUNTERS.planned(0, {reason: rows}, "batches")

@@ -38,7 +38,7 @@ def install() -> None:
     @functools.wraps(execute)
     def execute_model(self: Any, scheduler_output: Any, *arguments: Any, **keywords: Any) -> Any:
         due = _due(self)
-        due.scheduled, due.grammar, due.step = scheduler_output, None, None
+        due.begin(scheduler_output)
         if is_paused() or due.session.site is None:
             return execute(self, scheduler_output, *arguments, **keywords)
         with capturing(functools.partial(due.open, self)):
@@ -81,13 +81,25 @@ class _Due:
         self.scheduled: Any = None
         self.grammar: Any = None
         self.step: Step | None = None
+        self._ids: list[str] = []
+        self._plan: Plan | None = None
+
+    def begin(self, scheduled: Any) -> None:
+        """Before the forward pass of a step; also of one that is not ours."""
+        self.scheduled, self.grammar, self.step = scheduled, None, None
+        if scheduled.scheduled_new_reqs:  # one of them may have the name of one that is known
+            self._plan = None
 
     def open(self, runner: Any, call: Call) -> bool:
         """Plans the step at the call of the logits layer. Returns whether logits are to be made."""
         batch = runner.input_batch
         try:
             requests = runner.requests
-            plan = self.session.plan([self._entry(requests[req_id]) for req_id in batch.req_ids])
+            # No request is looked up while the batch has the same ones in the same order.
+            plan = None if batch.req_ids != self._ids else self._plan
+            if plan is None:
+                plan = self.session.plan([self._entry(requests[req_id]) for req_id in batch.req_ids])
+                self._ids, self._plan = list(batch.req_ids), plan
             if self.step is not None or len(call.hidden) != batch.num_reqs:
                 raise RuntimeError(f"{len(call.hidden)} hidden states for {batch.num_reqs} requests, or more than one call")
         except Exception:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,10 +47,32 @@ def install() -> None:
     @functools.wraps(stock_add)
     def add_request(self: Any, req_idx: int, *given: Any) -> None:
         vars(self).setdefault("_nologits_params", {})[req_idx] = given[-1]
+        self._nologits_added = _added(self) + 1
         stock_add(self, req_idx, *given)
 
     GPUModelRunner.sample, Sampler.add_request = sample, add_request
     GPUModelRunner._nologits_hooked = True
+
+
+def _added(sampler: Any) -> int:
+    """How many requests were given to the sampler so far."""
+    count: int = vars(sampler).get("_nologits_added", 0)
+    return count
+
+
+class _Steady(NamedTuple):
+    """What stays from step to step while the same requests are in the same slots: none was ``added`` since.
+
+    ``slots`` and ``prompts`` are numpy ``[B]``: each row's slot, and the length of its prompt. ``one`` and ``none`` are ``[B]``
+    on the device: the tokens that a row gets and loses at a step where no prompt is read.
+    """
+
+    added: int
+    slots: Any
+    prompts: Any
+    plan: Plan
+    one: Tensor
+    none: Tensor
 
 
 class _Due:
@@ -58,6 +81,7 @@ class _Due:
     def __init__(self, runner: Any, session: Session) -> None:
         self.runner, self.session = runner, session
         self._slots: dict[int, tuple[Any, Entry]] = {}
+        self._steady: _Steady | None = None
 
     def sample(self, hidden_states: Tensor, batch: Any, grammar_output: Any, stock: Callable[[], Any]) -> Any:
         """The step's draw: ours, vLLM's (``stock``), or both."""
@@ -66,18 +90,18 @@ class _Due:
             session.refused(count)
             return stock()
         try:
-            plan = session.plan([self._entry(slot) for slot in batch.idx_mapping_np.tolist()])
+            steady = self._plan(batch)
         except Exception:
             COUNTERS.failed(count)
             return stock()
+        plan = steady.plan
         if plan.batch is None:
             output = stock()
         elif plan.whole:
             try:
-                drawn = session.draw(
-                    self._whole_step(plan, hidden_states, batch), grammar_by_row(grammar_output, batch.req_ids)
-                )
-                output = self._output(drawn.tokens, logprobs_of(drawn), batch)
+                step = self._whole_step(steady, hidden_states, batch)
+                drawn = session.draw(step, grammar_by_row(grammar_output, batch.req_ids))
+                output = self._output(drawn.tokens, logprobs_of(drawn), batch, steady)
             except Exception as error:
                 session.draw_failed(error, count)
                 return stock()
@@ -86,13 +110,26 @@ class _Due:
             with capturing(recorder):
                 output = stock()
             try:
-                step = Step(plan, _only(recorder.calls, count), self._positions(batch))
+                step = Step(plan, _only(recorder.calls, count), _positions(batch, steady))
                 output = _merged(output, plan, session.draw(step, grammar_by_row(grammar_output, batch.req_ids)))
             except Exception as error:
                 session.draw_failed(error, len(plan.taken), plan.reasons)
                 return output
         COUNTERS.planned(len(plan.taken), plan.reasons)
         return output
+
+    def _plan(self, batch: Any) -> _Steady:
+        """Who draws the rows of this step: as at the last one, if that had the same requests in the same order.
+
+        Nothing is looked up by row then: a slot has the request that was last added to it.
+        """
+        added, slots, steady = _added(self.runner.sampler), batch.idx_mapping_np, self._steady
+        if steady is None or steady.added != added or not np.array_equal(steady.slots, slots):
+            plan = self.session.plan([self._entry(slot) for slot in slots.tolist()])
+            one = batch.seq_lens.new_ones(batch.num_reqs)
+            prompts = self.runner.req_states.prompt_len.np[slots]
+            steady = self._steady = _Steady(added, slots.copy(), prompts, plan, one, torch.zeros_like(one))
+        return steady
 
     def _entry(self, slot: int) -> Entry:
         params = self.runner.sampler._nologits_params[slot]
@@ -101,31 +138,28 @@ class _Due:
             known = self._slots[slot] = (params, self.session.entry(params))
         return known[1]
 
-    def _whole_step(self, plan: Plan, hidden_states: Tensor, batch: Any) -> Step:
+    def _whole_step(self, steady: _Steady, hidden_states: Tensor, batch: Any) -> Step:
         recorder = Recorder(make_logits=False)
         with capturing(recorder):
-            made = self.runner.model.compute_logits(hidden_states[batch.logits_indices])
+            made = self.runner.model.compute_logits(self._last_states(hidden_states, batch))
         if not isinstance(made, NoLogits):
             raise RuntimeError("the model made logits in spite of the capture")
-        return Step(plan, _only(recorder.calls, batch.num_reqs), self._positions(batch))
+        return Step(steady.plan, _only(recorder.calls, batch.num_reqs), _positions(batch, steady))
 
-    def _positions(self, batch: Any) -> Any:
-        """Tokens that each row has generated: what it has after this step's forward pass, without the prompt."""
-        lengths = batch.seq_lens_cpu_upper_bound[: batch.num_reqs].numpy()
-        return (lengths - self.runner.req_states.prompt_len.np[batch.idx_mapping_np]).clip(min=0)
+    def _last_states(self, hidden_states: Tensor, batch: Any) -> Tensor:
+        """The hidden state of each row's last token. Where each row has one token they are there already, in order."""
+        if batch.num_tokens == batch.num_reqs and getattr(self.runner, "pcp_manager", None) is None:
+            return hidden_states[: batch.num_reqs]
+        states: Tensor = hidden_states[batch.logits_indices]
+        return states
 
-    def _output(self, tokens: Tensor, logprobs: Logprobs | None, batch: Any) -> tuple[Any, Tensor, Tensor]:
+    def _output(self, tokens: Tensor, logprobs: Logprobs | None, batch: Any, steady: _Steady) -> tuple[Any, Tensor, Tensor]:
         from vllm.v1.outputs import LogprobsTensors
-        from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            batch.seq_lens.new_ones(batch.num_reqs),
-            batch.seq_lens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            self.runner.req_states.prefill_len.gpu,
-        )
+        # A row whose prompt goes on in the next chunk gets no token.
+        reading = batch.is_prefilling_np[: batch.num_reqs].any()
+        num_sampled, num_rejected = self._counts(batch) if reading else (steady.one, steady.none)
         output = SamplerOutput(
             sampled_token_ids=tokens.to(torch.int64)[:, None],
             logprobs_tensors=None if logprobs is None else LogprobsTensors(*logprobs),
@@ -134,6 +168,24 @@ class _Due:
             num_rejected=num_rejected,
         )
         return output, num_sampled, num_rejected
+
+    def _counts(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The tokens that each row gets and loses, by vLLM's kernel."""
+        from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+
+        counts: tuple[Tensor, Tensor] = get_num_sampled_and_rejected(
+            batch.seq_lens.new_ones(batch.num_reqs),
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self.runner.req_states.prefill_len.gpu,
+        )
+        return counts
+
+
+def _positions(batch: Any, steady: _Steady) -> Any:
+    """Tokens that each row has generated: what it has after this step's forward pass, without the prompt."""
+    return (batch.seq_lens_cpu_upper_bound[: batch.num_reqs].numpy() - steady.prompts).clip(min=0)
 
 
 def _only(calls: list[Call], count: int) -> Call:

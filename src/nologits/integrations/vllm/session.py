@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..drawing import Drawn, draw
-from ..eligibility import obstacle
+from ..eligibility import Reasons, obstacle
 from ..plans import Entry, Plan, Planner
 from ..rows import Keys, make_row
 from . import ranks, requests
@@ -77,9 +77,9 @@ class Session:
 
     def refused(self, rows: int) -> None:
         """Counts a step of which nothing can be taken."""
-        COUNTERS.step(0, [self.reason] * rows)
+        COUNTERS.step(0, {self.reason: rows})
 
-    def draw_failed(self, error: Exception, rows: int, reasons: Sequence[str] = ()) -> None:
+    def draw_failed(self, error: Exception, rows: int, reasons: Reasons = ()) -> None:
         """As :meth:`Counters.failed`, for a draw that raised ``error``.
 
         Raises:
