@@ -97,8 +97,8 @@ def sample_head(
             _sample_shard(hidden, shard, params, num_samples, processed, raw, top_logprobs, impl, validate), num_samples, check
         )
     name = resolve(impl, hidden.device)
-    if impl == "auto" and head.screen is not None and not head.screen.pays(hidden.shape[0]):
-        head = head._replace(screen=None)
+    if impl == "auto":
+        head = _chosen(head, hidden.shape[0])
     rows = make_rows(params, hidden.shape[0], head.vocab_size, hidden.device)
     if hidden.shape[0] == 0 or num_samples == 0:
         drawn = _empty(hidden, num_samples, processed, raw)
@@ -121,7 +121,13 @@ def sample_rows(hidden: Tensor, head: HeadSpec, rows: RowParams, processed: bool
     check_hidden(hidden, head)
     if rows.seed is None or rows.seed.shape[0] != hidden.shape[0]:
         raise ValueError(f"rows must have a seed for each of {hidden.shape[0]} hidden states")
+    head = _chosen(head, hidden.shape[0])
     return ops.run_hidden(hidden.detach(), head, rows, 1, processed, False, impl).squeeze()
+
+
+def _chosen(head: HeadSpec, batch: int) -> HeadSpec:
+    """The head as ``impl="auto"`` draws from it: its screen only where that is faster."""
+    return head if head.screen is None or head.screen.pays(batch) else head._replace(screen=None)
 
 
 def _sample_shard(
