@@ -311,11 +311,14 @@ def hopper(monkeypatch):
     monkeypatch.setattr(nl, "hopper", None, raising=False)
     monkeypatch.setattr(live_screen, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(live_screen, "LEAST_DEPTH", (0, 0))
-    with mock.patch.dict(sys.modules, stubs):
-        sys.modules.pop("nologits.hopper", None)
-        importlib.import_module("nologits.hopper")
-        monkeypatch.setattr(nl.api, "resolve", lambda impl, device: "hopper" if impl in ("auto", "hopper") else impl)
-        yield how
+    # No more than these names: what torch imports meanwhile must not be forgotten, and imported twice.
+    for name, stub in stubs.items():
+        monkeypatch.setitem(sys.modules, name, stub)
+    monkeypatch.setitem(sys.modules, "nologits.hopper", types.ModuleType("nologits.hopper"))
+    del sys.modules["nologits.hopper"]
+    importlib.import_module("nologits.hopper")
+    monkeypatch.setattr(nl.api, "resolve", lambda impl, device: "hopper" if impl in ("auto", "hopper") else impl)
+    return how
 
 
 REQUESTS = {
