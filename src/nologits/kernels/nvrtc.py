@@ -135,12 +135,17 @@ def load(name: str, entry: str, threads: int, shared_bytes: int, defines: Define
 
 def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> Any:
     """Describes ``matrix`` (dense rows) to the copy engine, for boxes in the 128-byte swizzle; zeros beyond its edges."""
-    rows, columns = matrix.shape
+    pitch = matrix.stride(0) * matrix.element_size()
+    return _encoded(matrix.data_ptr(), matrix.dtype, *matrix.shape, pitch, box_rows, box_columns)
+
+
+@lru_cache(maxsize=1024)  # operands lie where they lay at the step before
+def _encoded(address: int, dtype: torch.dtype, rows: int, columns: int, pitch: int, box_rows: int, box_columns: int) -> Any:
+    """It depends on nothing else, and nobody writes to it: whatever lies at the address then is described."""
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     return check(
         driver.cuTensorMapEncodeTiled(
-            _OPERAND_TYPES[matrix.dtype], 2, matrix.data_ptr(),
-            [u64(columns), u64(rows)], [u64(matrix.stride(0) * matrix.element_size())],
+            _OPERAND_TYPES[dtype], 2, address, [u64(columns), u64(rows)], [u64(pitch)],
             [u32(box_columns), u32(box_rows)], [u32(1), u32(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
