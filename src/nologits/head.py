@@ -49,7 +49,7 @@ class LMHead:
         vocab_size: ``V``, the number of real tokens; default all rows of ``weight``.
         group: a ``torch.distributed`` process group whose ranks hold a shard of the head each; ``weight`` and ``bias`` are this
             rank's, ``vocab_size`` is that of all and has to be given. Every rank draws with the same arguments, and gets the
-            same results. Runs under ``impl="hopper"`` and ``"torch"``.
+            same results. Runs under ``impl="torch"``, which ``"auto"`` is here, and ``"hopper"``.
         vocab_start: with ``group``, the id of this shard's first row. Rows at or beyond ``vocab_size`` are padding.
         merge: with ``group``, how the ranks' draws become one: ``"pathwise"`` (the very token of one process) or ``"group"``
             (FlashSampling's rule, by log-masses and fresh noise; exact in distribution, without filters).

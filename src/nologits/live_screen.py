@@ -22,7 +22,7 @@ from .types import Screen
 MAX_DEPTH = 1 << 16
 """D up to which products of int8 stay below 2^31."""
 
-LEAST_WEIGHTS, LEAST_DEPTH = 1 << 28, (2048, 4096)
+LEAST_WEIGHTS, LEAST_DEPTH = 1 << 27, (1024, 2560)
 """Of a head whose screened draws are faster than the full ones: its size, and its depth for up to 32 rows and for more. A small
 head is read in no more time than the steps around that take, and a token of few weights in no more than its noise."""
 

@@ -16,7 +16,9 @@ from torch import Tensor
 import nologits as nl
 
 from .. import sharded
+from ..dispatch import hopper_obstacle
 from ..testing import compare_tokens
+from ..types import Impl
 from .cases import CASES, Case, make_inputs, make_weight
 from .modes import MODES, Mode
 from .peer_draws import flashinfer_draw
@@ -167,7 +169,8 @@ def _transport(rank: Rank, inputs: Inputs) -> Any:
 
 
 def _draw(inputs: Inputs) -> nl.Samples:
-    return inputs.head.sample(inputs.hidden, inputs.params, **inputs.mode.results)
+    impl: Impl = "torch" if hopper_obstacle(inputs.hidden.device) else "hopper"
+    return inputs.head.sample(inputs.hidden, inputs.params, impl=impl, **inputs.mode.results)
 
 
 # ---- who is measured: (rank, inputs, bytes sent for each row) -> call
