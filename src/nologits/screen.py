@@ -19,6 +19,10 @@ each rounded up, the product that decides lies within ``A E + R N`` of the middl
 > 0, soft cap, logit bias, noise) is monotone, and so is its rounding; the approximation of tanh is so up to 4e-6, which its
 ends are moved by. A token whose upper score lies below another's lower score cannot win; all others are scored with their
 real weights. What is not finite in ``h`` or ``w`` has infinite lengths.
+
+Only the upper ends have to be right. A lower end that is too high would pass over tokens, but then the winner's own score does
+not reach it: ``rescore.cu`` looks, and such a row takes the full path. So does one of whose candidates a score lies above its
+upper end, as happens when the copy is not of these weights.
 """
 
 from __future__ import annotations
