@@ -257,7 +257,7 @@ def test_the_rows_bytes_are_the_specifications(build, dtype, batch):
     parts, scales = torch.zeros_like(want.parts), torch.empty(batch, 4)
     library = build((("OPERAND", '"bf16"' if dtype == torch.bfloat16 else '"f16"'),), "screen_rows")
     library.launch.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_int]
-    words = torch.full((ScreenedRows.num_words(batch),), 7, dtype=torch.int32)
+    words = torch.full((sum(ScreenedRows.word_counts(batch).values()),), 7, dtype=torch.int32)
     given = RowArguments(
         hidden.data_ptr(), parts.data_ptr(), scales.data_ptr(), words.data_ptr(), hidden.stride(0), parts.stride(0),
         batch, D, len(words), ScreenedRows.packed(batch),

@@ -87,10 +87,9 @@ def screen_rows(hidden: Tensor) -> ScreenedRows:
     rounding = 2.0**-20 + (rows.shape[1] / 32 + 16) * 2.0**-24
     of_length = torch.linalg.vector_norm(left, dim=1) + rounding * of_error
     scales = torch.stack((scale[:, 0], scale[:, 0] / 254, _rounded_up(of_error), _rounded_up(of_length)), 1)
-    words = torch.zeros(ScreenedRows.num_words(len(hidden)), dtype=torch.int32, device=hidden.device)
     batch = len(hidden)
-    places = 16 * -(-batch // 8) if ScreenedRows.packed(batch) else 2 * batch
-    parts = torch.zeros(places, rows.shape[1], dtype=torch.int8, device=hidden.device)
+    words = torch.zeros(sum(ScreenedRows.word_counts(batch).values()), dtype=torch.int32, device=hidden.device)
+    parts = torch.zeros(ScreenedRows.num_parts(batch), rows.shape[1], dtype=torch.int8, device=hidden.device)
     for index, part in zip(part_rows(batch, hidden.device), (first, second), strict=True):
         parts[index] = part.to(torch.int8)
     return ScreenedRows(parts, scales.contiguous(), words)

@@ -150,7 +150,7 @@ class ScreenedRows(NamedTuple):
         parts: ``q1`` of all rows, then ``q2``: int8 ``[2 B, D]``. Of at most 32 rows 8 of the first, their 8 of the second,
             and so on, ``[16 ceil(B / 8), D]``: :func:`nologits.screen.part_rows`.
         scales: ``a``, ``a / 254``, ``A`` and ``R``: fp32 ``[B, 4]``.
-        words: int32, 0: what the kernels of a draw tell each other (:meth:`num_words`).
+        words: int32, 0: what the kernels of a draw tell each other (:meth:`word_counts`).
     """
 
     parts: Tensor
@@ -163,6 +163,14 @@ class ScreenedRows(NamedTuple):
         return batch <= 32
 
     @staticmethod
-    def num_words(batch: int) -> int:
-        """The length of ``words``."""
-        return 6 * batch + 1 + -(-batch // 8)
+    def num_parts(batch: int) -> int:
+        """The rows of ``parts``."""
+        return 16 * -(-batch // 8) if ScreenedRows.packed(batch) else 2 * batch
+
+    @staticmethod
+    def word_counts(batch: int) -> dict[str, int]:
+        """What ``words`` are, in order (``Params`` of ``kernels/sm90/params.cuh``): the first are of 64 bits."""
+        return {
+            "exact_winners": 2 * batch, "gathered": batch, "floors": batch, "rescored": batch, "told": -(-batch // 8),
+            "left": batch + 1,
+        }  # fmt: skip

@@ -64,9 +64,8 @@ def launch_screened(
     out = empty_samples(batch, False, False, 0, device)
     screen_config = config_for(batch)
     launch = DrawLaunch(source, rows, out, whole(source.vocab), screen_config, False)
-    sizes = [2 * batch, batch, batch, batch, -(-batch // 8), batch + 1]
-    names = ("exact_winners", "gathered", "floors", "rescored", "told", "left")
-    words = dict(zip(names, states.words.split(sizes), strict=True))
+    counts = ScreenedRows.word_counts(batch)
+    words = dict(zip(counts, states.words.split(list(counts.values())), strict=True))
     tensors = {
         **words, "entries": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device), "row_scales": states.scales,
         "id_scales": screen.scales, "id_errors": screen.errors, "id_lengths": screen.lengths,
@@ -98,10 +97,9 @@ def launch_rows(hidden: Tensor) -> ScreenedRows:
     """The 8-bit parts of ``hidden [B, D]``, whose rows are dense, as :func:`nologits.screen.screen_rows` makes them."""
     batch, depth, device = *hidden.shape, hidden.device
     pitch = -(-depth // 16) * 16  # that the copy engine can address
-    packed = ScreenedRows.packed(batch)
-    parts = torch.empty(_box_rows(batch) if packed else 2 * batch, pitch, dtype=torch.int8, device=device)[:, :depth]
+    parts = torch.empty(ScreenedRows.num_parts(batch), pitch, dtype=torch.int8, device=device)[:, :depth]
     scales = torch.empty(batch, 4, device=device)
-    words = torch.empty(ScreenedRows.num_words(batch), dtype=torch.int32, device=device)
+    words = torch.empty(sum(ScreenedRows.word_counts(batch).values()), dtype=torch.int32, device=device)
     operand = (("OPERAND", '"bf16"' if hidden.dtype == torch.bfloat16 else '"f16"'),)
     kernel = load("screen_rows", "screen_rows", _ROW_THREADS, 0, operand, _index(device))
     with on_device(device):
@@ -111,7 +109,7 @@ def launch_rows(hidden: Tensor) -> ScreenedRows:
                 ctypes.c_void_p(hidden.data_ptr()), ctypes.c_int64(hidden.stride(0)), ctypes.c_int32(batch),
                 ctypes.c_int32(depth), ctypes.c_void_p(parts.data_ptr()), ctypes.c_int64(pitch),
                 ctypes.c_void_p(scales.data_ptr()), ctypes.c_void_p(words.data_ptr()), ctypes.c_int32(words.numel()),
-                ctypes.c_bool(packed),
+                ctypes.c_bool(ScreenedRows.packed(batch)),
             ],
             device,
         )  # fmt: skip
