@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import filtered, fused, screened
 from .distribution import log_softmax_at
-from .kernels.arguments import tma_fits
+from .kernels.arguments import addressable, tma_fits
 from .kernels.categorical_sm90 import launch_draw, launch_select
 from .kernels.config import FILTERED_ROWS, HopperConfig, hopper_config
 from .kernels.filters_sm90 import launch_filtered_draw, launch_mask
@@ -104,8 +104,7 @@ def filter_obstacle(source: HiddenSource | LogitsSource, num_samples: int) -> st
 
 def _sample_fused(source: HiddenSource, rows: RowParams, processed: bool, raw: bool, num_top: int) -> Samples:
     """One draw a row under the matmul."""
-    if not tma_fits(source.hidden):
-        source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
+    source = addressable(source)
     if not rows.filtered and not num_top:
         return fused.refuse_impossible(launch_draw(source, rows, processed, raw, config_for(source)), rows)
     if source.batch <= FILTERED_ROWS:
@@ -131,9 +130,7 @@ def joined(parts: list[Samples]) -> Samples:
 
 def _select_fused(source: HiddenSource, rows: RowParams, width: int) -> Candidates:
     """No kept set is larger than ``width``: that is the ``top_k`` of all rows, or the vocabulary."""
-    if not tma_fits(source.hidden):
-        source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
-    parts = []
+    source, parts = addressable(source), []
     for start in range(0, source.batch, FILTERED_ROWS):
         stop = min(source.batch, start + FILTERED_ROWS)
         some = source.rows(start, stop)

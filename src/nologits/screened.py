@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .kernels.arguments import tma_fits
+from .kernels.arguments import addressable
 from .kernels.config import SCREENED_ROWS, HopperConfig
 from .live_screen import MAX_DEPTH, LiveScreen
 from .params import RowParams
@@ -54,8 +54,7 @@ def sample(source: HiddenSource, screen: LiveScreen, rows: RowParams, config: Ho
     from .kernels.screen_sm90 import launch_rows, launch_screened  # needs cuda.bindings, which an obstacle's name does not
 
     copy = screen.fresh()
-    if not tma_fits(source.hidden):
-        source = HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
+    source = addressable(source)
     drawn, left = launch_screened(source, copy, launch_rows(source.hidden), rows, config)
     for counter in _counters:
         if counter.device == left.device:

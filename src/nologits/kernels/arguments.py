@@ -124,6 +124,11 @@ def tma_fits(tensor: Tensor) -> bool:
     return tensor.stride(1) == 1 and pitch % 16 == 0 and pitch > 0 and tensor.data_ptr() % 16 == 0
 
 
+def addressable(source: HiddenSource) -> HiddenSource:
+    """With hidden states that the copy engine can address, copied if need be."""
+    return source if tma_fits(source.hidden) else HiddenSource(source.hidden.contiguous(), source.head, source.dtype)
+
+
 def stride_of(value: object, dim: int) -> int:
     """A tensor's stride; 0 for what is no tensor."""
     return value.stride(dim) if isinstance(value, Tensor) else 0
