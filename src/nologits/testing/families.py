@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,8 +122,39 @@ def _smollm2(batch: int, vocab: int, seed: int, device: torch.device | str) -> T
 
 def smollm2_file() -> Path:
     """Where the logits of :data:`TEXT` are kept once made (50 MB): carried there, they spare a machine the model."""
+    return kept_file("logits")
+
+
+def kept_file(what: str) -> Path:
+    """Where ``what`` SmolLM2-135M makes of :data:`TEXT` is kept."""
     cache = Path(os.environ.get("NOLOGITS_CACHE") or Path.home() / ".cache" / "nologits")
-    return cache / f"smollm2-135m-logits-{zlib.crc32(TEXT.encode()):08x}.pt"
+    return cache / f"smollm2-135m-{what}-{zlib.crc32(TEXT.encode()):08x}.pt"
+
+
+def load_reader(path: Path, **options: Any) -> tuple[Any, Tensor]:
+    """SmolLM2-135M, loaded with ``options``, and :data:`TEXT`'s ids ``[1, 256]``; what it makes of them is to go to ``path``.
+
+    Raises:
+        UnavailableError: the weights, or the packages that read them, are not here.
+    """
+    try:
+        from ..demo.smollm2 import load
+
+        model, tokenizer = load(**options)
+    except ImportError as error:
+        raise UnavailableError(f"{error}; or copy {path.name} to {path.parent}") from error
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids[:, :SMOLLM2_POSITIONS]
+    if ids.shape[1] < SMOLLM2_POSITIONS:
+        raise RuntimeError(f"TEXT must have {SMOLLM2_POSITIONS} tokens, got {ids.shape[1]}")
+    return model, ids
+
+
+def keep(made: object, path: Path) -> None:
+    """Saves it. It appears complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}")
+    torch.save(made, scratch)
+    scratch.replace(path)
 
 
 def _smollm2_logits() -> Tensor:
@@ -132,21 +163,10 @@ def _smollm2_logits() -> Tensor:
     if path.is_file():
         kept: Tensor = torch.load(path, weights_only=True, map_location="cpu")
         return kept
-    try:
-        from ..demo.smollm2 import load
-
-        model, tokenizer = load()
-    except ImportError as error:
-        raise UnavailableError(f"{error}; or copy {path.name} to {path.parent}") from error
-    ids = tokenizer(TEXT, return_tensors="pt").input_ids[:, :SMOLLM2_POSITIONS]
-    if ids.shape[1] < SMOLLM2_POSITIONS:
-        raise RuntimeError(f"TEXT must have {SMOLLM2_POSITIONS} tokens, got {ids.shape[1]}")
+    model, ids = load_reader(path)
     with torch.inference_mode():
         logits: Tensor = model(ids).logits[0].float().clone()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}")  # it appears complete or not at all
-    torch.save(logits, scratch)
-    scratch.replace(path)
+    keep(logits, path)
     return logits
 
 
