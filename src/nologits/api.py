@@ -157,12 +157,12 @@ def _sample_shard(
 def _check_ranks(shard: Shard, hidden: Tensor, rows: RowParams, asked: tuple[object, ...], impl: Impl, validate: bool) -> str:
     """The implementation of a draw from a shard. Whether all ranks ask alike, if they are to ``validate`` that.
 
-    ``"auto"`` is ``"torch"``: the exchange of the Hopper kernels has not yet run between two GPUs.
-    The host waits for that, so a draw that is captured into a graph goes without.
+    The host waits for that, so a draw that is captured into a graph goes without. ``"auto"`` is ``"torch"``: the exchange of
+    the Hopper kernels has not yet run between two GPUs.
     """
     if impl not in ("auto", "torch", "hopper"):
         raise ValueError(f'impl must be "auto", "torch" or "hopper" for a shard of a head, got {impl!r}')
-    name = "hopper" if impl == "hopper" and resolve(impl, hidden.device) == "hopper" else "torch"
+    name = resolve(impl, hidden.device) if impl == "hopper" else "torch"
     if not validate or (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
         return name
     from . import sharded
